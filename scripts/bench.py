@@ -2,15 +2,14 @@
 time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
-    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
-    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
+    python scripts/bench.py --dtype=bfloat16 --quantize=int8
+    python scripts/bench.py --model=DIR --batch_sizes=1,8,32
 
-Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
-stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
-limits are probed before and after every repetition; a repetition is reported as a fraction of the mean of the
-two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the stored weights
-and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x tokens + attention
-+ one vocabulary row) FLOP. The last line is one JSON object. Exit code 1: a case failed; 2: bad flags.
+Weights are random unless --model names a checkpoint; prompts are always random. Decoding never stops early.
+The machine's limits are probed before and after every repetition; a repetition is reported as a fraction of
+the mean of the two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the
+stored weights and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x
+tokens + attention + one vocabulary row) FLOP. The last line is one JSON object.
 """
 
 from launcher import start
@@ -19,15 +18,11 @@ from launcher import start
 import contextlib
 import itertools
 import json
-import os
-import platform
 import re
-import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,10 +37,8 @@ from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.device import cpu_count
-from xinfer_jax.families.reading import from_hf
-from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
+from xinfer_jax.weights.params import cache_dtype, tree_bytes
 
-FORMATS = ("none", "int8", "int4", "ternary")
 CONFIG = flags.DEFINE_string(
     "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json. The weights are random."
 )
@@ -55,18 +48,15 @@ MODEL = flags.DEFINE_string(
 PROMPTS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Lengths of the prompts, in tokens.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
-DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
-QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
-RAGGED = flags.DEFINE_boolean(
-    "ragged", False, "Give the rows of a batch different lengths: from the full prompt length down to half."
-)
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of activations.")
+QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4", "ternary"], "Format of the weights.")
+IMPL = flags.DEFINE_string("impl", None, "Implementation of kernels, as xla. Default: what suits the device.")
+SAMPLED = flags.DEFINE_bool("sampled", False, "Sample by temperature, top-k and top-p instead of greedily.")
+DRAFT = flags.DEFINE_string("draft", None, "lookup: speculative decoding by prompt look-up.")
+PROBE = flags.DEFINE_integer("probe_mib", 1024, "MiB that are read to measure the bandwidth.", lower_bound=1)
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
-PROBE = flags.DEFINE_integer(
-    "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
-)
-WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
 
 
 def whole_numbers(flag: flags.FlagHolder) -> list[int]:
@@ -140,54 +130,17 @@ def peak_memory() -> int:
         return 0
 
 
-# --- one case, in its own process ---------------------------------------------------------------------------
-
-
-def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The kind of each result, and the result: "load", "rows" of each batch, "limits"."""
-    start = time.perf_counter()
-    weights = None if quantize == "none" else quantize
-    if MODEL.value:
-        model = xj.load_model(MODEL.value, dtype=dtype, quantize=weights)
-    else:
-        config = from_hf(hf_config(CONFIG.value))
-        params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), dtype, weights))
-        model = xj.Model(params, config)
-    yield (
-        "load",
-        dict(
-            load_s=time.perf_counter() - start,
-            load_peak_bytes=peak_memory(),
-            weight_bytes=tree_bytes(model.params),
-            weight_bytes_per_pass=bytes_per_pass(model.params),
-            backend=jax.default_backend(),
-            device=jax.devices()[0].device_kind,
-        ),
-    )
-    probe()  # compiles
-    probes = [probe()]
-    for prompt, rows in itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES)):
-        named = dict(rows=rows, prompt_tokens=prompt, new_tokens=NEW.value)
-        last = -(-prompt // 2) if RAGGED.value else prompt
-        lengths = np.linspace(prompt, last, rows).round().astype(int).tolist()
-        try:
-            yield "rows", named | measure_batch(model, lengths, dtype, probes)
-        except xj.InputError as error:
-            yield "rows", named | dict(skipped=str(error))
-    yield "limits", {kind: spread([x[kind] for x in probes]) for kind in probes[0]} | {"probes": len(probes)}
-
-
-def measure_batch(
-    model: xj.Model, lengths: list[int], dtype: str, probes: list[dict[str, float]]
-) -> dict[str, Any]:
+def measure(model: xj.Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
     """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
     prompts = [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
-    options = xj.GenerateOptions(NEW.value, xj.SamplingConfig(temperature=0.0), eos_token_ids=())
+    sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8) if SAMPLED.value else None
+    given = dict(impl=IMPL.value, draft=DRAFT.value, eos_token_ids=())
+    options = xj.GenerateOptions(NEW.value, sampling or xj.SamplingConfig(), **given)
 
     def generate() -> Any:
         reset_peak()
-        stats = xj.generate(model.params, model.config, prompts, options).stats
+        stats = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(0)).stats
         peaks.append(peak_memory() or stats.peak_bytes)
         return stats
 
@@ -199,13 +152,12 @@ def measure_batch(
         runs.append(generate())
         probes.append(probe())
         around.append({kind: (probes[-2][kind] + probes[-1][kind]) / 2 for kind in probes[-1]})
-    rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
+    rate = "float32" if jax.default_backend() == "cpu" or DTYPE.value == "float32" else "bfloat16"
     weights = bytes_per_pass(model.params)
     itemsize = jnp.dtype(cache_dtype(model.params)).itemsize
     prefill = prefill_work(model.config, weights, lengths)
     decode = decode_work(model.config, weights, itemsize, lengths, NEW.value)
     return dict(
-        lengths=lengths,
         compile_s=compile_s,
         ttft_s=spread([s.ttft_seconds for s in runs]),
         tpot_s=spread([s.tpot_seconds for s in runs]),
@@ -213,7 +165,6 @@ def measure_batch(
         decode_tok_s=spread([s.decode_tokens_per_second for s in runs]),
         prefill=fractions(prefill, [s.prefill_seconds for s in runs], around, rate),
         decode=fractions(decode, [s.tpot_seconds for s in runs], around, rate),
-        cache_bytes=runs[0].cache_bytes,
         floor_bytes=runs[0].weight_bytes + runs[0].cache_bytes,
         peak_bytes=max(peaks),
     )
@@ -224,18 +175,9 @@ def fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], 
     memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]
     compute = [work.flop / limit[rate] / s for s, limit in zip(seconds, limits, strict=True)]
     is_memory = statistics.median(memory) >= statistics.median(compute)
-    return dict(
-        seconds=spread(seconds),
-        bytes=work.bytes,
-        flop=work.flop,
-        bound="memory" if is_memory else "compute",
-        of_limit=spread([*map(max, memory, compute)]),
-        of_bandwidth=spread(memory),
-        of_matmul_rate=spread(compute),
-    )
+    bound = "memory" if is_memory else "compute"
+    return dict(seconds=spread(seconds), bound=bound, of_limit=spread([*map(max, memory, compute)]))
 
-
-# --- all cases ----------------------------------------------------------------------------------------------
 
 _WIDTHS = {
     "rows": 4, "prompt": 6, "new": 4, "compile s": 9, "TTFT ms": 18, "TPOT ms": 18, "prefill tok/s": 18,
@@ -243,72 +185,44 @@ _WIDTHS = {
 }  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    check_flags()
-    if WORKER.value:
-        jax.config.update("jax_enable_compilation_cache", False)
-        for kind, value in measure(*WORKER.value.split(":")):
-            print(json.dumps({kind: value}), flush=True)
-        return 0
+def main(argv: list[str]) -> None:
+    if MODEL.value and flags.FLAGS["config"].present:
+        raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
+    batches = [*itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES))]
+    jax.config.update("jax_enable_compilation_cache", False)
+    if MODEL.value:
+        model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
+    else:
+        config = xj.from_hf(hf_config(CONFIG.value))
+        model = xj.Model(xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value), config)
     results = dict(
-        command=shlex.join(["python", *sys.argv]),
+        command=" ".join(["python", *sys.argv]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=dict(jax=jax.__version__, numpy=np.__version__, python=platform.python_version()),
+        jax=jax.__version__,
         device=f"{jax.devices()[0].device_kind}, {cpu_count()} cores",
         model=MODEL.value or f"{CONFIG.value}, random weights",
     )
-    print(", ".join(map(str, results.values())))
-    cases = [run_case(*case) for case in itertools.product(DTYPES.value, QUANTIZE.value)]
-    print(json.dumps(results | dict(cases=cases)), flush=True)
-    return int(any("failed" in case for case in cases))
-
-
-def check_flags() -> None:
-    """Raises InputError for wrong flags, before anything is measured."""
-    if MODEL.value and flags.FLAGS["config"].present:
-        raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
-    if not MODEL.value:
-        from_hf(hf_config(CONFIG.value))
-    for dtype in DTYPES.value:
-        resolve_dtype(dtype)
-    if not QUANTIZE.value or not {*QUANTIZE.value} <= {*FORMATS}:
-        raise xj.InputError(f"--quantize={','.join(QUANTIZE.value)}: choose among {', '.join(FORMATS)}")
-    for flag in (PROMPTS, BATCHES):
-        whole_numbers(flag)
-
-
-def run_case(dtype: str, quantize: str) -> dict[str, Any]:
-    """Measures one format in its own process and prints its results as they arrive."""
-    case: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "rows": []}
-    command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    print(f"\n{dtype}" + (f", {quantize} weights" if quantize != "none" else ""))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for line in process.stdout:
-            ((kind, value),) = json.loads(line).items()
-            if kind == "rows":
-                case["rows"].append(value)
-                print(row_line(value), flush=True)
-            else:
-                case[kind] = value
-                print({"load": load_lines, "limits": limits_line}[kind](value), flush=True)
-    if process.returncode:
-        case["failed"] = f"exit code {process.returncode}"
-        print(f"failed: {case['failed']}", flush=True)
-    return case
-
-
-def load_lines(value: dict[str, Any]) -> str:
-    return (
-        f"on {value['device']}: load or init {value['load_s']:.1f} s, peak {_mib(value['load_peak_bytes'])}"
-        f" MiB; {_mib(value['weight_bytes'])} MiB weights ({_mib(value['weight_bytes_per_pass'])} read per"
-        f" pass)\n{' '.join(f'{name.strip():>{width}}' for name, width in _WIDTHS.items())}"
+    print(", ".join(results.values()))
+    sizes = dict(weight_bytes=tree_bytes(model.params), weight_bytes_per_pass=bytes_per_pass(model.params))
+    print(
+        f"MiB of weights: {_mib(sizes['weight_bytes'])}, read per pass {_mib(sizes['weight_bytes_per_pass'])}"
     )
-
-
-def limits_line(value: dict[str, Any]) -> str:
-    rates = [f"{dtype} matmul {_spread(value[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
-    return f"limits by {value['probes']} probes: read {_spread(value['read'], 1e-9)} GB/s, {', '.join(rates)}"
+    print(" ".join(f"{name.strip():>{width}}" for name, width in _WIDTHS.items()), flush=True)
+    probe()  # compiles
+    probes = [probe()]
+    rows = []
+    for prompt, count in batches:
+        row = dict(rows=count, prompt_tokens=prompt, new_tokens=NEW.value)
+        try:
+            row |= measure(model, [prompt] * count, probes)
+        except xj.InputError as error:
+            row |= dict(skipped=str(error))
+        rows.append(row)
+        print(row_line(row), flush=True)
+    limits = {kind: spread([x[kind] for x in probes]) for kind in probes[0]}
+    rates = [f"{dtype} matmul {_spread(limits[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
+    print(f"limits: read {_spread(limits['read'], 1e-9)} GB/s, {', '.join(rates)}")
+    print(json.dumps(results | sizes | dict(limits=limits, rows=rows)))
 
 
 def row_line(row: dict[str, Any]) -> str:

@@ -12,17 +12,16 @@ from launcher import start
 
 # isort: split
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import flags
-from bench.commit_checkout import checkout_of
+from bench.commit_checkout import checkout_of, start_in
 from bench.model_shapes import hf_config
 from script_paths import ROOT
 
@@ -35,11 +34,9 @@ _PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of each call.", lower_bound=1)
 
 
 def start_process(checkout: Path, config_file: Path, quantize: str) -> subprocess.Popen:
-    program = ROOT / "scripts" / "bench" / "call_times.py"
-    command = [sys.executable, str(program), str(config_file), quantize]
-    env = os.environ | dict(PYTHONPATH=str(checkout), JAX_ENABLE_COMPILATION_CACHE="0")
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return subprocess.Popen(command, env=env, cwd=checkout, text=True, **pipes)
+    environment = dict(JAX_ENABLE_COMPILATION_CACHE="0")
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return start_in(checkout, "bench/call_times.py", [config_file, quantize], environment, **pipes)
 
 
 def ask(process: subprocess.Popen, call: str) -> float:

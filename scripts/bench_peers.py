@@ -1,4 +1,4 @@
-"""Compares the speed with transformers and llama.cpp: one random checkpoint, each engine in its own process.
+"""Compares the speed with transformers and llama.cpp: one random checkpoint, one engine after the other.
 
     pip install torch transformers llama-cpp-python
     python scripts/bench_peers.py --precisions=float32,bfloat16 --rounds=3
@@ -14,15 +14,11 @@ from launcher import InputError, start
 
 # isort: split
 import importlib.util
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +43,6 @@ PROMPT = flags.DEFINE_integer("prompt_tokens", 512, "Tokens of the long prompt."
 ROWS = flags.DEFINE_integer("rows", 8, "Rows that are decoded together.", 2)
 NEW = flags.DEFINE_integer("new_tokens", 32, "Tokens of each answer.", 2)
 ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each engine is measured.", 1)
-WORKER = flags.DEFINE_string("worker", None, "Internal: engine, precision and checkpoint, as JSON.")
 SHORT = 26  # tokens of the prompts of rows that decode
 
 
@@ -109,38 +104,6 @@ def load_llama_cpp(precision: str, checkpoint: str) -> Generate:
     return generate
 
 
-def measure(engine: str, precision: str, checkpoint: str) -> dict[str, float | None]:
-    """Returns the tokens per second of one engine: the second of two calls of each kind counts."""
-    load = {"xinfer_jax": load_ours, "transformers": load_transformers, "llama.cpp": load_llama_cpp}[engine]
-    generate = load(precision, checkpoint)
-    draw = np.random.RandomState(0)
-    vocab_size = hf_config(CONFIG.value)["vocab_size"]
-
-    def rates(rows: int, length: int) -> tuple[float, float]:
-        for _ in range(2):
-            prompts = draw.randint(0, vocab_size, (rows, length)).tolist()
-            began = time.perf_counter()
-            times = generate(prompts, NEW.value)
-        return rows * length / (times[0] - began), rows * (NEW.value - 1) / (times[-1] - times[0])
-
-    several = None if engine == "llama.cpp" else rates(ROWS.value, SHORT)[1]
-    return dict(prefill=rates(1, PROMPT.value)[0], decode=rates(1, SHORT)[1], rows=several)
-
-
-def run(engine: str, precision: str, checkpoint: str) -> dict[str, float | None] | str:
-    """Returns what `measure` gives in a process of its own, or why it gives nothing."""
-    command = [
-        sys.executable,
-        __file__,
-        *sys.argv[1:],
-        f"--worker={json.dumps([engine, precision, checkpoint])}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    last = lines[-1] if lines else "no output"
-    return json.loads(last) if done.returncode == 0 else f"failed: {last}"
-
-
 def reason_to_skip(engine: str, precision: str) -> str:
     """Returns why an engine cannot be measured; "": it can."""
     if importlib.util.find_spec(ENGINES[engine]) is None:
@@ -150,36 +113,42 @@ def reason_to_skip(engine: str, precision: str) -> str:
     return f"has no {precision} here" if engine == "transformers" and precision.startswith("int") else ""
 
 
-def write_checkpoint(folder: Path) -> None:
-    config = xj.from_hf(hf_config(CONFIG.value))
-    xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
+def rates(generate: Generate, rows: int, length: int) -> tuple[float, float]:
+    """Returns tokens per second of prefill and decoding, as medians of the rounds after a first one."""
+    draw = np.random.RandomState(0)
+    vocab_size = hf_config(CONFIG.value)["vocab_size"]
+    found = []
+    for _ in range(1 + ROUNDS.value):
+        prompts = draw.randint(0, vocab_size, (rows, length)).tolist()
+        began = time.perf_counter()
+        times = generate(prompts, NEW.value)
+        prefill = rows * length / (times[0] - began)
+        found.append((prefill, rows * (NEW.value - 1) / (times[-1] - times[0])))
+    prefills, decodes = zip(*found[1:], strict=True)
+    return statistics.median(prefills), statistics.median(decodes)
 
 
-def report(name: str, results: Sequence[dict[str, float | None]]) -> None:
-    medians = [statistics.median(r[key] for r in results) if results[0][key] else None for key in results[0]]
-    cells = "".join(f"{'-' if x is None else f'{x:.1f}':>12}" for x in medians)
-    print(f"{name:26}{cells}", flush=True)
+def measure(engine: str, precision: str, checkpoint: str) -> str:
+    """Returns the cells of a line, or why there are none."""
+    if why := reason_to_skip(engine, precision):
+        return f"  {why}"
+    load = {"xinfer_jax": load_ours, "transformers": load_transformers, "llama.cpp": load_llama_cpp}[engine]
+    generate = load(precision, checkpoint)
+    one = rates(generate, 1, PROMPT.value)[0], rates(generate, 1, SHORT)[1]
+    several = f"{'-':>12}" if engine == "llama.cpp" else f"{rates(generate, ROWS.value, SHORT)[1]:12.1f}"
+    return "".join(f"{x:12.1f}" for x in one) + several
 
 
 def main(argv: list[str]) -> None:
-    if WORKER.value:
-        print(json.dumps(measure(*json.loads(WORKER.value))), flush=True)
-        return
     if unknown := {*PRECISIONS.value} - {"float32", "bfloat16", "int8", "int4"}:
         raise InputError(f"--precisions={unknown.pop()} is unknown: use float32, bfloat16, int8, int4")
     print(f"tokens per second{'prefill':>21}{'1 row':>12}{f'{ROWS.value} rows':>12}")
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder) / "model")
+        config = xj.from_hf(hf_config(CONFIG.value))
+        xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
         for precision in PRECISIONS.value:
             for engine in WANTED.value:
-                if why := reason_to_skip(engine, precision):
-                    print(f"{engine} {why}")
-                    continue
-                results = [run(engine, precision, f"{folder}/model") for _ in range(ROUNDS.value)]
-                if failed := [result for result in results if isinstance(result, str)]:
-                    print(f"{engine}, {precision}: {failed[0]}")
-                    continue
-                report(f"{engine}, {precision}", [r for r in results if isinstance(r, dict)])
+                print(f"{f'{engine}, {precision}':26}{measure(engine, precision, folder)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,11 @@ from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
 
-_CONFIG = flags.DEFINE_string(
-    "config", "", "A built-in shape, with random weights; empty: the bundled model."
-)
-_QUANTIZE = flags.DEFINE_string("quantize", None, "Format of random weights, as int8.")
+_CONFIG = flags.DEFINE_string("config", "", "A built-in shape with random weights; empty: the bundled model.")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of both.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt_tokens", 32, "Tokens of each prompt.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("new_tokens", 128, "Tokens of each answer.", lower_bound=2)
 _PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of calls.", lower_bound=1)
-_PROCESSED = flags.DEFINE_bool("processed", False, "Also log-probabilities after the logits processors.")
 
 
 def clocks() -> np.ndarray:
@@ -52,9 +48,8 @@ def loop_rates(model: xj.Model, prompts_BT: np.ndarray, seed: int) -> np.ndarray
     jax.block_until_ready(logits_BV)
     first = clocks()
     settings = jax.random.key(seed), xj.SamplingConfig(temperature=1.0), [], _TOKENS.value
-    more = dict(logprobs=0) if _PROCESSED.value else {}
     args = model.params, model.config, logits_BV, cache, *settings
-    jax.block_until_ready(xj.decode_loop(*args, donate=True, **more).tokens_BT)
+    jax.block_until_ready(xj.decode_loop(*args, donate=True).tokens_BT)
     return rates(B * _TOKENS.value, began, B * (_TOKENS.value - 1), first)
 
 
@@ -62,8 +57,7 @@ def engine_rates(engine: xj.Engine, prompts_BT: np.ndarray, seed: int) -> np.nda
     began = clocks()
     options = xj.GenerateOptions(_TOKENS.value, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
     keys = list(jax.random.split(jax.random.key(seed), len(prompts_BT)))
-    how = dict(keys=keys, live=False, processed_logprobs=_PROCESSED.value)
-    requests = engine.submit_many(prompts_BT.tolist(), options, **how)
+    requests = engine.submit_many(prompts_BT.tolist(), options, keys=keys, live=False)
     while engine.stats.running < len(requests):
         engine.step()
     first = clocks()
@@ -77,8 +71,7 @@ def engine_rates(engine: xj.Engine, prompts_BT: np.ndarray, seed: int) -> np.nda
 def main(argv: list[str]) -> None:
     if _CONFIG.value:
         config = xj.from_hf(hf_config(_CONFIG.value))
-        params = xj.init_params(config, jax.random.key(0), "float32", _QUANTIZE.value)
-        model = xj.Model(params, config)
+        model = xj.Model(xj.init_params(config, jax.random.key(0), "float32"), config)
     else:
         model = xj.load_model()
     size = _ROWS.value, _PROMPT.value

@@ -33,9 +33,7 @@ QUANTIZE = flags.DEFINE_list(
     "quantize", ["none"], "Formats of the weights, one after another: none, int8, int4."
 )
 ACTIVATIONS = flags.DEFINE_string(
-    "activations",
-    None,
-    "int8, without --families. With int4 `generate` of one row computes with floats.",
+    "activations", None, "int8, without --families. With int4 `generate` of one row computes with floats."
 )
 CACHE = flags.DEFINE_string("cache_dtype", None, "Dtype of keys and values.")
 DRAFT = flags.DEFINE_string("draft", None, "lookup: speculative decoding with prompt lookup.")

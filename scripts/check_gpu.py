@@ -9,8 +9,8 @@ available only once, for minutes.
 Runs from a checkout without installation. Each section runs in its own process with a time limit: a hang, an
 abort or a broken CUDA context loses the case in which it happens, at most its section. Each result is written
 to --out immediately as a JSON line; the table is printed from that file at the end. Exit code 1: a result is
-wrong, or a section did not finish (a speed below its target, or a baseline that fails, is no failure); 2: no
-GPU or a missing package, reported in one line; 130: interrupted, the table is printed nevertheless.
+wrong, or a section did not finish (a speed below its target is no failure); 2: no GPU or a missing package,
+reported in one line; 130: interrupted, the table is printed nevertheless.
 """
 
 import script_paths  # noqa: F401
@@ -20,25 +20,21 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_gpu")
 
-from gpu.check_command import MODEL, TEXT, Program, start  # noqa: E402
+from gpu.check_command import start  # noqa: E402
 
-SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
-    Section("decode", 70),
-    Section("layouts", 50),
-    Section("prefill", 60),
-    Section("head", 40),
-    Section("half_b", 80, MODEL),
-    Section("engine", 70, TEXT),
-    Section("quantized", 60, MODEL),
-    Section("sampled", 40, MODEL),
-    Section("verified", 40, MODEL),
-    Section("windows", 60, MODEL),  # from here on: in the time that the others leave
-    Section("seven_b", 130, MODEL),
+SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 minutes
+    Section("decode", 60),
+    Section("references", 90),
+    Section("prefill", 50),
+    Section("head", 30),
+    Section("logits", 60),
+    Section("bundled", 40),
+    Section("half_b", 80),
+    Section("engine", 60),
+    Section("decoding", 40),
+    Section("seven_b", 130),  # from here on: in the time that the others leave
     Section("triton", 80),
-    Section("odd", 80),
-    Section("bundled", 60, TEXT),
 )
-PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 
 if __name__ == "__main__":
-    start(Program("cuda", SECTIONS, PACKAGES))
+    start("cuda", SECTIONS)

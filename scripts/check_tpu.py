@@ -13,19 +13,19 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_tpu")
 
-from gpu.check_command import MODEL, TEXT, Program, start  # noqa: E402
+from gpu.check_command import start  # noqa: E402
 
-SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
-    Section("attention", 120),
-    Section("half_b", 110, MODEL),
-    Section("engine", 100, TEXT),
-    Section("quantized", 80, MODEL),
-    Section("sampled", 50, MODEL),
-    Section("verified", 50, MODEL),
-    Section("windows", 80, MODEL),  # from here on: in the time that the others leave
-    Section("seven_b", 160, MODEL),
-    Section("bundled", 60, TEXT),
+SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 minutes
+    Section("decode", 50),
+    Section("references", 90),
+    Section("prefill", 50),
+    Section("logits", 60),
+    Section("bundled", 50),
+    Section("half_b", 90),
+    Section("engine", 60),
+    Section("decoding", 60),
+    Section("seven_b", 160),  # from here on: in the time that the others leave
 )
 
 if __name__ == "__main__":
-    start(Program("tpu", SECTIONS, ["jax", "jaxlib", "libtpu"]))
+    start("tpu", SECTIONS)

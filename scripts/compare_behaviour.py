@@ -3,15 +3,17 @@
 For every parity case it compares trees of parameters, bytes of caches, pages of engines, kernels, saved
 files, and the results or errors of calls that a model may not support. It also compares the public API, and
 the kernels of real shapes. None of these runs a model. Traces are of engines that run: what the scheduler
-did in each step, and the answers with their versions and log-probabilities (behaviour/traces.py).
+did in each step, and the answers with their versions and log-probabilities (behaviour/traces.py). Programs
+are those of small models: FLOPs, bytes accessed, bytes of arguments, outputs and temporaries, and HLO
+instructions, as `cost_analysis` and `memory_analysis` give them (behaviour/programs.py).
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
 if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one
-case of tests/support/parity_cases.py. Repeat the flag for several cases. `--part=traces` compares the traces
-alone, in five minutes of CPU time, and `--part=records` everything else.
+case of tests/support/parity_cases.py. Repeat the flag for several cases. `--part=records` takes six minutes
+of CPU time, `--part=traces` five. `--part=programs` takes longer, and runs only if you ask for it.
 
-Not recorded: results of compiled programs (`compare_programs.py` and tests/model/test_golden.py have them),
-calls that need a tokenizer, checks of a request to a running engine, and GGUF, MLX and bitsandbytes files.
+Not recorded: results of compiled programs (tests/model/test_golden.py has them), calls that need a tokenizer,
+checks of a request to a running engine, and GGUF, MLX and bitsandbytes files.
 """
 
 from launcher import InputError, start
@@ -30,23 +32,20 @@ from script_paths import ROOT
 
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
 _RECORD = flags.DEFINE_string("record", None, "A file to which the records of the commit are written.")
-_PARTS = flags.DEFINE_multi_enum("part", ["records", "traces"], ["records", "traces"], "What is compared.")
+_PARTS = flags.DEFINE_multi_enum(
+    "part", ["records", "traces"], ["records", "traces", "programs"], "What is compared."
+)
 _CASES = flags.DEFINE_multi_string("cases", [], "Parity cases; repeat the flag for several; default: all.")
 # Parity cases that are also saved with widths at which quantized groups and blocks are whole.
 WIDE = (
-    "llama3-new",
-    "qwen3-head-dim-tied",
-    "gemma3-two-ropes-new",
-    "gemma4-experts",
-    "moe-defaults",
-    "mixtral-old",
-    "gpt-oss-published",
-    "qwen3-5-tied",
-    "qwen3-next-sparse-step",
-)
+    "llama3-new qwen3-head-dim-tied gemma3-two-ropes-new gemma4-experts moe-defaults mixtral-old"
+    " gpt-oss-published qwen3-5-tied qwen3-next-sparse-step"
+).split()
+# Parity cases whose programs are compared.
+PROGRAMS = ("llama3-new", "qwen3-head-dim-tied", "gemma3-two-ropes-new", "moe-defaults", "qwen3-5-tied")
 SHAPE_LAYERS = 6  # of shapes of real models: a window and a full layer of every family
 WIDTH = 400  # characters of a value that are printed
-SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this machine
+SETTINGS = {  # of processes that record no programs: two devices for a mesh, and nothing of this machine
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -54,19 +53,25 @@ SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this m
 }
 
 
+def parity_case(name: str) -> dict[str, Any]:
+    """Returns the config.json of a parity case."""
+    import parity_cases
+
+    if name not in parity_cases.CASES:
+        raise InputError(f"--cases={name} is no parity case: tests/support/parity_cases.py")
+    return parity_cases.CASES[name].hf
+
+
 def write_checkpoints(folder: Path, names: list[str]) -> None:
     """Writes the parity cases with these names. Without names it writes all checkpoints and configs."""
     import parity_cases
 
-    known = parity_cases.CASES
-    if unknown := set(names) - known.keys():
-        raise InputError(f"--cases={sorted(unknown)[0]} is no parity case: tests/support/parity_cases.py")
-    for name in names or known:
-        write_random_checkpoint(folder / "parity" / name, known[name].hf)
+    for name in names or parity_cases.CASES:
+        write_random_checkpoint(folder / "parity" / name, parity_case(name))
     if names:
         return
     for name in WIDE:
-        write_random_checkpoint(folder / "wide" / name, widened(known[name].hf))
+        write_random_checkpoint(folder / "wide" / name, widened(parity_case(name)))
     write_quantized(folder / "quantized")
     shapes = folder / "shapes"
     shapes.mkdir()
@@ -104,7 +109,7 @@ def records_of(part: str, checkouts: list[Path], work: Path) -> list[dict[str, A
     """Returns a part of the records of each checkout. They are made at the same time."""
     outs = [work / f"{part} {i}.json" for i in range(len(checkouts))]
     started = [
-        start_in(checkout, f"behaviour/{part}.py", [out, work], SETTINGS)
+        start_in(checkout, f"behaviour/{part}.py", [out, work], {} if part == "programs" else SETTINGS)
         for checkout, out in zip(checkouts, outs, strict=True)
     ]
     failed = [process.wait() for process in started]
@@ -151,6 +156,9 @@ def main(argv: list[str]) -> int:
         after: dict[str, Any] = {}
         if "records" in _PARTS.value:
             write_checkpoints(work, _CASES.value)
+        if "programs" in _PARTS.value:
+            for case in _CASES.value or PROGRAMS:
+                write_random_checkpoint(work / "programs" / case, widened(parity_case(case)))
         with checkout_of(_BASE.value, work / "base") as base:
             for part in _PARTS.value:
                 of_base, of_tree = records_of(part, [base, ROOT], work)

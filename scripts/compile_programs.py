@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
@@ -30,9 +31,9 @@ from absl import flags
 from bench.model_shapes import SHAPES, hf_config
 from gpu import plan_estimates as estimates
 from gpu.card_specs import CARDS, TPUS
-from gpu.compile_kernels import compile_kernels
+from gpu.kernel_calls import kernel_calls
 from gpu.program_report import print_report, report
-from gpu.programs import PROGRAMS, ProgramJob
+from gpu.programs import PROGRAMS, ProgramJob, target_card, to_shapes
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype
 from xinfer_jax.checks import check_integer
@@ -50,20 +51,10 @@ ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
 LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
 LAYERS = flags.DEFINE_list(
-    "layers",
-    None,
-    "Depths to compile, two or one. Default: 2 and 4 times the period of the layers' kinds; for a TPU the"
-    " model's own depth, and one whose weights are more than VMEM holds.",
+    "layers", None, "Depths, two or one. Default: 2 and 4 periods of the layers' kinds; for a TPU all layers."
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
-SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
-DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
-ADAPTERS = flags.DEFINE_integer(
-    "adapters", 0, "LoRA adapters of all matrices in layers; row i has number i modulo these.", 0
-)
-RANK = flags.DEFINE_integer("rank", 16, "Of the adapters.", 1)
-VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
 
 
 def main(argv: list[str]) -> None:
@@ -73,7 +64,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
     check_target()
     results = [figures(program) for program in PROGRAM.value]
-    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
+    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
     settings = {flag.name: flag.value for flag in given}
     print(json.dumps({"jax": jax.__version__, **settings, "programs": results}))
 
@@ -98,9 +89,7 @@ def check_target() -> None:
 def figures(program: str) -> dict:
     """Compiles, prints and returns the figures of a program."""
     if program == "kernels":
-        return {"program": program, "compiled": compile_kernels(TARGET.value, ONLY.value or [""])}
-    if ADAPTERS.value and program == "engine_prefill":
-        raise InputError("--adapters is for programs of all rows")
+        return {"program": program, "compiled": compile_kernels(ONLY.value or [""])}
     job = full_job()
     print(
         f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
@@ -108,8 +97,27 @@ def figures(program: str) -> dict:
     )
     card = (CARDS | TPUS)[TARGET.value]
     result = report(job, WEIGHTS.value, program, card, chosen_depths())
-    print_report(result, VERBOSE.value)
+    print_report(result)
     return result
+
+
+def compile_kernels(only: list[str]) -> list[str]:
+    """Compiles the kernels whose names contain one of some texts, by XLA and ptxas, and prints a line for
+    each. Returns their names.
+    """
+    card = CARDS[TARGET.value]
+    mesh = card.mesh()
+    impls = ("mosaic", "triton") if card.capability == (9, 0) else ("triton",)
+    calls = [call for impl in impls for call in kernel_calls(impl)]
+    names = []
+    for call in (call for call in calls if any(text in call.name for text in only)):
+        args, arrays = to_shapes(jax.eval_shape(call.arguments), mesh)
+        began = time.perf_counter()
+        with target_card(card, mesh):
+            jax.jit(call.run).lower(*args, **arrays).compile()
+        print(f"{call.name}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
+        names.append(call.name)
+    return names
 
 
 def chosen_depths() -> list[int] | None:
@@ -117,7 +125,7 @@ def chosen_depths() -> list[int] | None:
     if not LAYERS.value:
         return None
     depths = [int(text) for text in LAYERS.value if text.isdigit() and int(text)]
-    if len(depths) != len(LAYERS.value) or depths not in (depths[:1], sorted({*depths})[:2]):
+    if len(depths) != len(LAYERS.value) or len(depths) > 2 or depths != sorted({*depths}):
         given = ",".join(LAYERS.value)
         raise InputError(f"--layers takes a number, or two, the smaller one first, as in 1,2: got {given!r}")
     return depths
@@ -131,12 +139,9 @@ def full_job() -> ProgramJob:
     capacity = check_integer("capacity", CAPACITY.value, 2, config.context_length)
     length = check_integer("length", LENGTH.value, 2, capacity - 1)
     kv = resolve_cache_dtype(CACHE.value)
-    weights = estimates.device_weights(
-        estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
-    )
+    weights = estimates.device_weights(config, WEIGHTS.value, 1)
     sizes = rows, capacity, length
-    of_adapters = dict(adapters=ADAPTERS.value, rank=RANK.value)
-    return ProgramJob(config, weights, kv, *sizes, SAMPLED.value, DRAFT_TOKENS.value, **of_adapters)
+    return ProgramJob(config, weights, kv, *sizes)
 
 
 if __name__ == "__main__":

@@ -28,16 +28,10 @@ _CASES = flags.DEFINE_list(
     [],
     "Names of the cases to write. Default: all; files of cases that no longer exist are then deleted.",
 )
-_POSITIONS = flags.DEFINE_integer(
-    "positions",
-    6,
-    "Number of positions of each prompt whose logits are stored, including the first and the last.",
-)
-_GAP = flags.DEFINE_float(
-    "gap", 0.01, "A seed is used if the best logit exceeds the second one by this much at every token …"
-)
-_DISTINCT = flags.DEFINE_integer("distinct", 5, "… and every answer has this many distinct ids.")
-_SEEDS = flags.DEFINE_integer("seeds", 100, "Number of seeds to try.")
+POSITIONS = 6  # of each prompt whose logits are stored, with the first and the last
+GAP = 0.01  # by which the best logit exceeds the second one at every token, else another seed is tried
+DISTINCT = 5  # ids that every answer has at least
+SEEDS = 100  # that are tried
 
 
 def golden(cases, name: str) -> dict[str, np.ndarray]:
@@ -45,20 +39,18 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
     case = cases.CASES[name]
     config = case.config
     prompts = cases.prompts(case)
-    for seed in range(_SEEDS.value):
+    for seed in range(SEEDS):
         model = cases.hf_model(case.hf, cases.random_tensors(config, seed))
         answers = {}
         for i in case.continued_prompts:
             ids, gaps = cases.hf_greedy(model, prompts[i])
-            if gaps.min() < _GAP.value or len(set(ids)) < _DISTINCT.value:
+            if gaps.min() < GAP or len(set(ids)) < DISTINCT:
                 break
             answers[i] = (ids, float(gaps.min()))
         else:
             break
     else:
-        raise InputError(
-            f"{name}: none of {_SEEDS.value} seeds will do: choose a smaller --gap or fewer --distinct ids"
-        )
+        raise InputError(f"{name}: none of {SEEDS} seeds will do: choose a smaller GAP or fewer DISTINCT ids")
     versions = {
         package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")
     }
@@ -67,7 +59,7 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
     )
     arrays = {"about": np.array(json.dumps(about))}
     for i, prompt in enumerate(prompts):
-        at = np.unique(np.linspace(0, len(prompt) - 1, _POSITIONS.value).astype(np.int16))
+        at = np.unique(np.linspace(0, len(prompt) - 1, POSITIONS).astype(np.int16))
         arrays |= {
             f"prompt_{i}": np.array(prompt, np.uint8),
             f"at_{i}": at,

@@ -25,6 +25,7 @@ import numpy as np
 from absl import flags
 
 import xinfer_jax as xj
+from xinfer_jax.checks import check_integer
 from xinfer_jax.plugins import names
 
 MODEL = flags.DEFINE_string(
@@ -35,9 +36,7 @@ WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens of a window. Default: 1024, or the model's context if that is smaller."
 )
 STRIDE = flags.DEFINE_integer(
-    "stride",
-    None,
-    "Tokens from the start of one window to the next, less than a window. Default: half a window.",
+    "stride", None, "Tokens from the start of one window to the next. Default: half a window."
 )
 DTYPE = flags.DEFINE_string(
     "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU."
@@ -53,10 +52,6 @@ _TOKENS = 4096  # tokens of a batch, approximately
 
 
 def main(argv: list[str]) -> None:
-    print(json.dumps(run()))
-
-
-def run() -> dict:
     if TEXT.value is None:
         raise xj.InputError("no text: give --text=FILE")
     text = Path(TEXT.value).expanduser().read_text(encoding="utf-8")
@@ -66,13 +61,8 @@ def run() -> dict:
     limit = model.config.context_length
     window = min(1024, limit) if WINDOW.value is None else WINDOW.value
     stride = window // 2 if STRIDE.value is None else STRIDE.value
-    if not 2 <= window <= limit:
-        raise xj.InputError(f"--window={window}: give 2 to {limit}, the model's context")
-    if not 1 <= stride < window:
-        raise xj.InputError(
-            f"--stride={stride}: give 1 to {window - 1}, less than the window, so that every token has one"
-            " before it"
-        )
+    check_integer("window", window, 2, limit)
+    check_integer("stride", stride, 1, window - 1)
     ids = model.tokenizer.encode(text)
     if len(ids) < 2:
         raise xj.InputError(
@@ -88,10 +78,12 @@ def run() -> dict:
         f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, "
         f"perplexity {math.exp(nats):.4f}, {bits:.4f} bits per byte"
     )
-    return {"model": MODEL.value, "text": TEXT.value, "weights": model.load_stats.dtype, "window": window,
-            "stride": stride,
-            "tokens": len(ids), "scored_tokens": len(logprobs), "bytes": scored_bytes, "nats_per_token": nats,
-            "perplexity": math.exp(nats), "bits_per_byte": bits, "seconds": seconds}  # fmt: skip
+    report = dict(
+        model=MODEL.value, text=TEXT.value, weights=model.load_stats.dtype, window=window, stride=stride,
+        tokens=len(ids), scored_tokens=len(logprobs), bytes=scored_bytes, nats_per_token=nats,
+        perplexity=math.exp(nats), bits_per_byte=bits, seconds=seconds,
+    )  # fmt: skip
+    print(json.dumps(report))
 
 
 def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:

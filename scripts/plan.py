@@ -4,10 +4,8 @@ whether it fits.
     python scripts/plan.py --model=qwen2.5-72b --devices=8xh200 --context=32768 --rows=64 --weights=int8
 
 The model is a built-in shape or a directory with config.json. It runs in an engine over a mesh of the
-devices, with all rows full. Temporaries are those of the engine's programs, compiled for such devices. That
-needs no GPU and no driver, only jax's CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt
-nvidia-cuda-nvcc`; for TPUs, as in `--devices=8xv5e`, `pip install 'jax[tpu]'`. Two devices of tpu7x are a
-chip.
+devices, with all rows full; each mesh that divides the model has a line. Temporaries are at most the bound
+that an engine checks itself. Two devices of tpu7x are a chip.
 """
 
 from launcher import InputError, start
@@ -36,7 +34,6 @@ MODEL = flags.DEFINE_string(
 DEVICES = flags.DEFINE_string(
     "devices", "1xh200", f"COUNTxKIND: the number of devices, and one of {', '.join(KINDS)}."
 )
-MESH = flags.DEFINE_string("mesh", None, "model=N: number of devices of one engine; default: all.")
 CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a row: prompt and answer.")
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of the engine.")
 WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", estimates.WEIGHTS, "Format of the weights.")
@@ -47,17 +44,6 @@ CACHE_DTYPE = flags.DEFINE_enum(
     "Dtype of keys and values; default: that of activations.",
 )
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.")
-TEMPORARIES = flags.DEFINE_bool(
-    "temporaries", True, "Compile the engine's programs to find their temporaries: a minute or two."
-)
-FRACTION = flags.DEFINE_float(
-    "memory_fraction",
-    None,
-    "Fraction of the memory that jax allocates; default: 0.75 of a GPU's (XLA_PYTHON_CLIENT_MEM_FRACTION),"
-    " 0.97 of a TPU's.",
-    0,
-    1,
-)
 MEMORY = flags.DEFINE_float("memory_gib", None, "GiB of a device; default: the data sheet's.", 1e-3)
 GIB = 2**30
 
@@ -70,14 +56,13 @@ def main(argv: list[str]) -> None:
     rows = check_integer("rows", ROWS.value, 1)
     context = check_integer("context", CONTEXT.value, 2, config.context_length)
     job = estimates.Job(config, WEIGHTS.value, kv, rows, context, check_integer("chunk", CHUNK.value, 1))
-    n = mesh(job, devices, name)
     print(
         f"{name}: {estimates.num_weights(config) / 1e9:,.2f} billion weights in {job.weights};"
         f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}"
     )
-    usable = f"{usable_memory(card) / GIB:.0f} GiB ({memory_fraction(card):.0%} of {card.memory_gib:g})"
+    usable = f"{usable_memory(card) / GIB:.0f} GiB ({card.memory_fraction:.0%} of {card.memory_gib:g})"
     print(f"{DEVICES.value}, each {usable}")
-    print_memory(job, n, devices, card)
+    print_memory(job, devices, card)
 
 
 def machine() -> tuple[int, Card | Tpu]:
@@ -90,57 +75,24 @@ def machine() -> tuple[int, Card | Tpu]:
     return int(match[1]), dataclasses.replace(card, memory_gib=MEMORY.value or card.memory_gib)
 
 
-def mesh(job: estimates.Job, devices: int, name: str) -> int:
-    """The number of devices of an engine."""
-    match = re.fullmatch(r"model=(\d+)", MESH.value or f"model={devices}")
-    if not match or not 1 <= int(match[1]) <= devices:
-        raise InputError(f"--mesh takes model=N, N from 1 to the {devices} of --devices, got {MESH.value!r}")
-    n = int(match[1])
-    if sizes := estimates.indivisible_sizes(job, n):
-        valid = estimates.valid_mesh_sizes(job)
-        nearest = " or ".join(
-            f"model={m}" for m in [m for m in valid if m < n][-1:] + [m for m in valid if m > n][:1]
-        )
-        raise InputError(f"model={n} does not divide {sizes} of {name}: choose --mesh={nearest}")
-    return n
-
-
 def usable_memory(card: Card | Tpu) -> float:
     """Bytes of a device that the program can use."""
-    return card.memory_gib * GIB * memory_fraction(card)
+    return card.memory_gib * GIB * card.memory_fraction
 
 
-def memory_fraction(card: Card | Tpu) -> float:
-    """The part of a device's memory that jax allocates."""
-    return FRACTION.value or (0.97 if card.platform == "tpu" else 0.75)
-
-
-# --- output -------------------------------------------------------------------------------------------------
-
-
-def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> None:
+def print_memory(job: estimates.Job, devices: int, card: Card | Tpu) -> None:
     """Prints a line for each mesh, and for the smallest one on which the job fits."""
     valid = estimates.valid_mesh_sizes(job)
-    compiled_for = card if TEMPORARIES.value else None
-    unknown = ""
-    try:
-        estimates.memory_plan(job, n, compiled_for)
-    except RuntimeError as error:
-        compiled_for = None
-        why = str(error).splitlines()[0]
-        unknown = f"Temporaries are unknown ({why}): the start of scripts/plan.py says what to install"
-    smallest = estimates.smallest_mesh(job, usable_memory(card), compiled_for)
+    smallest = estimates.smallest_mesh(job, usable_memory(card))
     print("\nGiB a device   weights    pages  temporary     free   rows that fit")
     for m in (m for m in valid if m <= devices or m == smallest):
-        need = estimates.memory_plan(job, m, compiled_for if m in (n, smallest) else None)
+        need = estimates.memory_plan(job, m)
         free = usable_memory(card) - need.total
         parts = {name: size / GIB for name, size in need.parts.items()}
         sizes = f"{parts['weights']:10.1f}{parts['pages'] + parts['states']:9.1f}"
-        temporary = f"{parts['temporaries']:.1f}" if "temporaries" in parts else ""
+        temporary = parts["temporaries"] + parts["logits"]
         rows = max(0, job.rows + int(free // estimates.row_bytes(job, m)))
-        print(f"model={m:<6}{sizes}{temporary:>11}{free / GIB:9.1f}{rows:16,}")
-    if unknown:
-        print(unknown)
+        print(f"model={m:<6}{sizes}{temporary:11.1f}{free / GIB:9.1f}{rows:16,}")
     if smallest is None:
         print(
             f"It fits on no mesh of up to {estimates.MOST_DEVICES} devices: choose fewer rows or a smaller"

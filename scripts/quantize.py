@@ -33,7 +33,6 @@ from train import tiny_data
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
-from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.families.conversion import specs_and_leaves
 from xinfer_jax.formats.compressed_tensors_packing import w4a16_settings
 from xinfer_jax.formats.files import checkpoint_dir
@@ -42,32 +41,31 @@ from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import check_activations, quantize_symmetric
 from xinfer_jax.weights.quantized_weight import is_quantized
 
+W4A16 = "compressed-tensors"
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
 )
 OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: only report.")
-QUANTIZE = flags.DEFINE_string("quantize", "int4", "int8 or int4.")
+QUANTIZE = flags.DEFINE_enum("quantize", "int4", ["int8", "int4"], "Format of the weights.")
 GROUP = flags.DEFINE_integer(
     "group",
     None,
     f"Number of inputs that share a scale, even. Default: int8: all inputs of an output, int4: {GROUP_SIZE};"
     " small matrices: 8 and 32.",
 )
-FORMAT = flags.DEFINE_string(
+FORMAT = flags.DEFINE_enum(
     "format",
     "xinfer_jax",
+    ["xinfer_jax", W4A16],
     "xinfer_jax: files that only this library reads. compressed-tensors: W4A16 files, also for transformers;"
     " for --quantize=int4, rounded to nearest around 0, also after awq's scales; the vocabulary stays float.",
 )
-METHOD = flags.DEFINE_string(
+METHOD = flags.DEFINE_enum(
     "method",
     "awq",
-    "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), then round as --compensate says.",
-)
-COMPENSATE = flags.DEFINE_boolean(
-    "compensate",
-    True,
-    "With awq: refit, and round so that errors compensate each other; false: round to nearest.",
+    ["rtn", "awq"],
+    "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), refit, and round so that errors"
+    " compensate each other.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
     "activations",
@@ -76,69 +74,44 @@ ACTIVATIONS = flags.DEFINE_enum(
     "Also quantize the inputs of matmuls; --quantize=int8 then has no --group. Inputs are rotated in blocks"
     " (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales.",
 )
-OUTLIERS = flags.DEFINE_float(
-    "outliers",
-    1.0,
-    "First create outliers: multiply a few channels by this factor, without changing the model's function.",
-)
 CALIBRATION = flags.DEFINE_string(
     "calibration",
     None,
     "Texts for awq: a text file, capitals or sampled. Default: capitals for the bundled model, else sampled.",
 )
-CALIBRATION_TOKENS = flags.DEFINE_integer(
-    "calibration_tokens", 16384, "Largest number of calibration tokens.", lower_bound=1
-)
 EVAL = flags.DEFINE_string(
     "eval", None, "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled."
 )
-EVAL_SEED = flags.DEFINE_integer(
-    "eval_seed", 12, "Seed of capitals and sampled for --eval; calibration has seed 11.", lower_bound=12
-)
-CONTEXT = flags.DEFINE_integer(
-    "context", 512, "Documents are cut into chunks of this many tokens.", lower_bound=2
-)
 _SEPARATOR = "<|endoftext|>"
+_CONTEXT = 512  # tokens of the chunks of documents, at most
 _ROWS = 16  # chunks that are scored in a batch
-
-
-def main(argv: list[str]) -> None:
-    print(json.dumps(run()))
+_CALIBRATION_TOKENS = 16384  # at most
+_CALIBRATION_SEED = 11
+_EVAL_SEED = 12
 
 
 def check_flags() -> None:
     """Raises InputError for values or combinations that are not allowed."""
-    formats = ("xinfer_jax", "compressed-tensors")
-    for flag, known in ((METHOD, ("rtn", "awq")), (QUANTIZE, ("int8", "int4")), (FORMAT, formats)):
-        if flag.value not in known:
-            raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
-    if is_w4a16() and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
+    if FORMAT.value == W4A16 and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
         raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without --activations")
-    if ACTIVATIONS.value and METHOD.value == "awq" and not COMPENSATE.value:
-        raise xj.InputError(
-            "--nocompensate uses only scales, which the rotations of --activations make useless: give"
-            " --method=rtn"
-        )
 
 
-def run() -> dict:
+def main(argv: list[str]) -> None:
     check_flags()
     path = BUNDLED if MODEL.value is None else checkpoint_dir(MODEL.value)
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    calibration = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
-    eval_texts = documents(model, EVAL.value, EVAL_SEED.value) if EVAL.value else []
+    calibration = documents(model, calibration_source(), _CALIBRATION_SEED) if METHOD.value == "awq" else []
+    eval_texts = documents(model, EVAL.value, _EVAL_SEED) if EVAL.value else []
     eval_texts = [text for text in eval_texts if text not in calibration]
     if EVAL.value and not eval_texts:
         raise xj.InputError(f"--eval={EVAL.value} has no text besides the calibration texts")
-    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, OUTLIERS)
+    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS)
     report = {flag.name: flag.value for flag in reported}
-    if OUTLIERS.value != 1:
-        model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
     quantized, calibration_report = quantize(model, calibration)
     report |= calibration_report
@@ -155,33 +128,27 @@ def run() -> dict:
     if OUTPUT.value:
         xj.save_model(OUTPUT.value, quantized.params, quantized.config, tokenizer=model.tokenizer)
         print(f"wrote {OUTPUT.value}")
-    return report
+    print(json.dumps(report))
 
 
 def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     """The model quantized as the flags say, and a report on the calibration."""
     method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
-    if METHOD.value == "rtn" and is_w4a16():
+    if METHOD.value == "rtn" and FORMAT.value == W4A16:
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
         return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
-    rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
+    rows = chunks(model, calibration, max_tokens=_CALIBRATION_TOKENS)
     report = {
         "calibration": calibration_source(),
         "calibration_tokens": sum(map(len, rows)),
-        "compensate": COMPENSATE.value,
     }
     print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
     inputs = model.params, model.config, rows
-    if is_w4a16():
+    if FORMAT.value == W4A16:
         scaled = awq.scaled_params(*inputs, *method[:2])
-        return quantize_w4a16(dataclasses.replace(model, params=scaled)), report | {"compensate": False}
-    params = (
-        awq.awq_params(*inputs, *method)
-        if COMPENSATE.value
-        else awq.quantized_params(awq.scaled_params(*inputs, *method[:2]), *method)
-    )
-    return dataclasses.replace(model, params=params), report
+        return quantize_w4a16(dataclasses.replace(model, params=scaled)), report
+    return dataclasses.replace(model, params=awq.awq_params(*inputs, *method)), report
 
 
 def quantize_w4a16(model: xj.Model) -> xj.Model:
@@ -194,10 +161,6 @@ def quantize_w4a16(model: xj.Model) -> xj.Model:
     config = dataclasses.replace(model.config, quantization_config=w4a16_settings(int4))
     params = jax.tree.unflatten(jax.tree.structure(model.params), leaves)
     return dataclasses.replace(model, params=params, config=config)
-
-
-def is_w4a16() -> bool:
-    return FORMAT.value == "compressed-tensors"
 
 
 def calibration_source() -> str:
@@ -214,15 +177,15 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
             "the checkpoint has no tokenizer.json, which texts need: use --method=rtn, without --eval"
         )
     if source == "capitals":
-        count = 200 if seed == 11 else 1000
+        count = 200 if seed == _CALIBRATION_SEED else 1000
         talks = itertools.islice(tiny_data.conversations(random.Random(seed)), count)
         return [model.tokenizer.apply_chat_template(talk, add_generation_prompt=False) for talk in talks]
     if source == "sampled":
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
-        length = min(CONTEXT.value, model.config.context_length) - len(start)
+        length = min(_CONTEXT, model.config.context_length) - len(start)
         ends = (*start, *model.tokenizer.eos_token_ids)
         options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=ends)
-        prompts = [start] * (32 if seed == 11 else 96)
+        prompts = [start] * (32 if seed == _CALIBRATION_SEED else 96)
         out = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(seed))
         return [model.tokenizer.decode(ids) for ids in out.tokens]
     text = Path(source).expanduser().read_text(encoding="utf-8")
@@ -234,7 +197,7 @@ def chunks(model: xj.Model, texts: list[str], max_tokens: int | None = None) -> 
     """Token ids of the documents, in chunks of the context. Chunks of a single token are left out, because
     they cannot be scored.
     """
-    context = min(CONTEXT.value, model.config.context_length)
+    context = min(_CONTEXT, model.config.context_length)
     documents = map(model.tokenizer.encode, texts)
     rows = [
         ids[at : at + context] for ids in documents for at in range(0, len(ids), context) if len(ids) - at > 1

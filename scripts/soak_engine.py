@@ -16,24 +16,20 @@ from launcher import start
 
 # isort: split
 import dataclasses
-import gc
 import json
 import random
 import time
-from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
-from soak import update_runs
-from soak.engine_requests import draw, outcome, processors_and_taps
+from soak.engine_requests import compilations, draw, outcome, processors_and_taps
+from soak.server_requests import resident
 
 import xinfer_jax as xj
 
-UPDATES = flags.DEFINE_bool(
-    "updates",
-    False,
-    "Replace the weights in flight, of an engine and of one in int8, and replay all answers.",
-)
+UPDATES = flags.DEFINE_bool("updates", False, "Replace weights in flight, also in int8, and replay answers.")
 TOKENS = flags.DEFINE_integer("tokens", 10_000, "With --updates: tokens of each engine.", lower_bound=100)
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
 REQUESTS = flags.DEFINE_integer("requests", 20_000, "Number of requests.", lower_bound=1000)
@@ -44,33 +40,26 @@ PAGES = flags.DEFINE_integer("pages", 20, "Pages of the engine.", lower_bound=2)
 ADAPTERS = flags.DEFINE_integer("adapters", 0, "LoRA adapters that the engine holds.", lower_bound=0)
 CALLERS = flags.DEFINE_bool("callers", False, "The engine has processors and a vector of the caller.")
 MOST = flags.DEFINE_float("most", 20, "Limit of memory growth, in MiB.", lower_bound=0)
+MODES = ("continue", "recompute", "wait")
 
 
 def main(argv: list[str]) -> int:
     model = xj.load_model(MODEL.value)
     rng = random.Random(0)
-    compiled = []
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128, time_slice=0.01)
     if UPDATES.value:
-        runs = [update_runs.run(model, q, shape, TOKENS.value, LONGEST.value) for q in (None, "int8")]
+        runs = [run_updates(model, q, shape, TOKENS.value, LONGEST.value) for q in (None, "int8")]
         for found in runs:
             print(json.dumps(found), flush=True)
         return int(any(found[name] for found in runs for name in ("wrong", "unmarked", "compiled", "lost")))
     start_s = time.perf_counter()
-    resident = []
+    sizes = []
     contents = [xj.init_adapter(model.config, jax.random.key(i), 4 + i % 5) for i in range(ADAPTERS.value)]
     contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
     shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
     own = processors_and_taps(model.config) if CALLERS.value else {}
-    with xj.Engine(model, **shape, **own, warm_up=True) as engine:
-
-        def record_compilation(event: str, _: float, **__: object) -> None:
-            if "/core/compile/" in event:
-                compiled.append(event)
-
-        jax.random.key(0)  # the programs of the caller's own keys
-        jax.monitoring.register_event_duration_secs_listener(record_compilation)
+    with xj.Engine(model, **shape, **own, warm_up=True) as engine, compilations() as compiled:
         for _ in range(REQUESTS.value // 1000):
             for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
                 fewer = min(drawn.options.max_new_tokens, NEW.value)
@@ -82,20 +71,63 @@ def main(argv: list[str]) -> int:
                 if engine.stats.waiting > 50:
                     outcome(request)
             outcome(request)
-            gc.collect()
-            resident.append(_resident())
-            print(json.dumps(dict(requests=engine.stats.requests, resident_mib=resident[-1])), flush=True)
+            sizes.append(round(resident(), 1))
+            print(json.dumps(dict(requests=engine.stats.requests, resident_mib=sizes[-1])), flush=True)
         engine.generate([[1]], xj.GenerateOptions(1))
         while engine.stats.running + engine.stats.prefilling + engine.stats.waiting:
             time.sleep(0.1)
         stats = engine.stats
     lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
-    grown = round(max(resident) - resident[0], 1)
+    grown = round(max(sizes) - sizes[0], 1)
     seconds = round(time.perf_counter() - start_s, 1)
     print(
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )
     return int(grown >= MOST.value or lost > 0 or bool(compiled))
+
+
+def run_updates(
+    model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest: int
+) -> dict[str, Any]:
+    """Samples so many tokens, with an update of each of `MODES` in flight, and replays every answer.
+
+    Returns counts: `wrong` answers are not replayed bit for bit, so that a token of them has another version
+    than they say, or other keys; `unmarked` ones have the same bits with their versions exchanged.
+    """
+    trees = [jax.tree.map(lambda x, i=i: np.asarray(x) * (1 - i / 20), model.params) for i in range(4)]
+    if quantize:
+        model = xj.load_model(None if model.name == "bundled" else model.name, quantize=quantize)
+    rng = random.Random(0)
+    start_s = time.perf_counter()
+    with xj.Engine(model, **shape, warm_up=True) as engine, compilations() as compiled:
+        asked = draw(rng, model.config.vocab_size, 10 * tokens // 40, longest, shape)
+        asked = [one for one in asked if not one.options.n > 1 and "deadline" not in one.more]
+        own = engine.model.params
+        submitted: list[xj.Request] = []
+        modes = list(MODES)
+        while (count := engine.stats.generated_tokens) < tokens or modes:
+            while engine.stats.waiting < 8 and asked:
+                one = asked.pop()
+                submitted.append(engine.submit(one.ids, one.options, key=one.key, **one.more))
+            if modes and count > tokens * (4 - len(modes)) / 4:
+                engine.update(trees[4 - len(modes)], mode=modes.pop(0))
+            time.sleep(0.005)
+        answered = [r for r in submitted if not isinstance(outcome(r)[0], str)]
+        ended = [r for r in answered if r.answers[0].logprobs]
+        mixed = [r for r in ended if len({*r.answers[0].token_versions}) > 1]
+        params = dict(enumerate([own, *trees[1:]]))
+        wrong = sum(engine.replay(r, params) != r.answers[0].logprobs for r in ended)
+        exchanged = dict(enumerate([trees[3], own, *trees[1:3]]))
+        unmarked = sum(engine.replay(r, exchanged) == r.answers[0].logprobs for r in mixed)
+        while engine.stats.pages_used:
+            time.sleep(0.01)
+        stats = engine.stats
+        lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
+    return dict(
+        quantize=quantize, tokens=stats.generated_tokens, answers=len(ended), mixed=len(mixed), wrong=wrong,
+        unmarked=unmarked, compiled=len(compiled), lost=lost,
+        preemptions=stats.preemptions, hits=stats.hits, seconds=round(time.perf_counter() - start_s, 1),
+    )  # fmt: skip
 
 
 def draw_callers(rng: random.Random) -> dict:
@@ -115,12 +147,6 @@ def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: 
     while len(engine.adapters.with_places) >= 2 * ADAPTERS.value:
         time.sleep(0.001)
     engine.add_adapter(name, adapter)
-
-
-def _resident() -> float:
-    """Resident memory of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024, 1)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Checks prefill and decode processes behind a front process: random requests get the bits of one engine, and
-processes are killed again and again.
+"""Checks prefill and decode processes behind a front process: random requests get the bits of one engine,
+while processes are killed again and again.
 
-    python scripts/soak_peers.py --requests=300
-    python scripts/soak_peers.py --requests=0 --kills=10
+    python scripts/soak_peers.py --kills=10
 
-equal: --requests random requests to one prefill and one decode process, compared with one engine in this
-    process.
-kills: --kills SIGKILLs of either side, at random times, while requests come; two processes of each side, and
-    a new one for each that is killed. Every request must end: with the tokens that it has without a kill, or
-    with an error that names a decode process. At the end all pages are free or cached.
-Prints a JSON line per part. Exit code 1: something differs, or does not end.
+--kills SIGKILLs of either side come at random times, while requests come. There are two processes of each
+side, and a new one for each that is killed. Every request must end: with the bits that it has alone in one
+engine of this process, or with an error that names a decode process. At the end all pages are free or cached.
+Prints a JSON line. Exit code 1: something differs, or does not end.
 """
 
 from launcher import start
@@ -35,8 +32,7 @@ from xinfer_jax.processes.secret import load_secret
 from xinfer_jax.serve.peer_front import PeerEngines
 
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
-REQUESTS = flags.DEFINE_integer("requests", 300, "Requests of the part equal.", lower_bound=0)
-KILLS = flags.DEFINE_integer("kills", 10, "Kills of each side.", lower_bound=0)
+KILLS = flags.DEFINE_integer("kills", 10, "Kills of each side.", lower_bound=1)
 LONGEST = flags.DEFINE_integer("longest", 300, "Tokens of the longest prompt.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 4, "Rows of each engine.", lower_bound=1)
 PAGES = flags.DEFINE_integer("pages", 17, "Pages of each engine.", lower_bound=2)
@@ -89,50 +85,11 @@ class Processes:
 
 def main(argv: list[str]) -> int:
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=1024, cache_dtype=CACHE.value)
-    wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = xj.load_model(MODEL.value)
-        with xj.Engine(model, **shape, warm_up=True) as single:
-            if REQUESTS.value:
-                result = check_equal(single, Processes(shape, folder), shape)
-                print(json.dumps(dict(part="equal", **result)), flush=True)
-                wrong += result["differ"]
-            if KILLS.value:
-                result = check_kills(single, Processes(shape, folder), shape)
-                print(json.dumps(dict(part="kills", **result)), flush=True)
-                wrong += result["differ"] + result["unnamed"] + result["pages_used"]
-    return int(wrong > 0)
-
-
-def submit(engine, request):
-    return engine.submit(request.ids, request.options, key=request.key, **request.more)
-
-
-def check_equal(single: xj.Engine, processes: Processes, shape: dict) -> dict:
-    for role in processes.running:
-        processes.start(role)
-    vocab = single.model.config.vocab_size
-    requests = draw(random.Random(SEED.value), vocab, REQUESTS.value, LONGEST.value, shape)
-    processes.wait_for(1)
-    front = processes.front
-    began = time.monotonic()
-    submitted = [submit(front, request) for request in requests]
-    for request, own in zip(requests, submitted, strict=True):
-        if request.cancel:
-            own.cancel()
-    together = [outcome(own) for own in submitted]
-    seconds = time.monotonic() - began
-    for request in requests:
-        request.more.pop("deadline", None)
-    alone = [outcome(own) for own in [submit(single, request) for request in requests]]
-    differ = sum(not same_outcome(*pair) for pair in zip(together, alone, strict=True))
-    time.sleep(2.5)  # until processes have reported their pages
-    stats = front.stats
-    processes.close()
-    return dict(
-        requests=len(requests), differ=differ, seconds=round(seconds, 1), pages_used=stats.pages_used,
-        preemptions=stats.preemptions, hits=stats.hits,
-    )  # fmt: skip
+        with xj.Engine(xj.load_model(MODEL.value), **shape, warm_up=True) as single:
+            result = check_kills(single, Processes(shape, folder), shape)
+    print(json.dumps(result))
+    return int(result["differ"] + result["unnamed"] + result["pages_used"] > 0)
 
 
 def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
@@ -147,11 +104,12 @@ def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
         requests = draw(rng, single.model.config.vocab_size, 30, LONGEST.value, shape)
         for request in requests:
             request.more.pop("deadline", None)
-        submitted = [submit(front, request) for request in requests]
+        submitted = [front.submit(r.ids, r.options, key=r.key, **r.more) for r in requests]
         time.sleep(rng.uniform(0, 3))
         processes.kill(role)
         found += [(request, outcome(own)) for request, own in zip(requests, submitted, strict=True)]
-    alone = [outcome(own) for own in [submit(single, request) for request, _ in found]]
+    again = [single.submit(r.ids, r.options, key=r.key, **r.more) for r, _ in found]
+    alone = [*map(outcome, again)]
     lost = [isinstance(got[0], str) and "is gone" in got[0] for _, got in found]
     errors = Counter(got[0] for (_, got), is_lost in zip(found, lost, strict=True) if is_lost)
     whole = zip(found, alone, lost, strict=True)

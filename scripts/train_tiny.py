@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -41,12 +40,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights and of the 
 _STEPS = flags.DEFINE_integer("steps", 1300, "Training steps.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Conversations per step.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Highest learning rate of AdamW.", lower_bound=0)
-_LEAST = flags.DEFINE_float(
-    "least_accuracy",
-    0.95,
-    "Write nothing if the accuracy of a group of questions is below this.",
-    lower_bound=0,
-)
+LEAST = 0.95  # nothing is written if the accuracy of a group of questions is below this
 
 LENGTHS = (48, 72)  # conversations are padded to one of these; the rare longer ones are dropped
 TARGETS = 32  # largest number of tokens of a conversation that count for the loss
@@ -200,35 +194,6 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
     return results
 
 
-def model_card(params: Params, seconds: float, results: dict[str, tuple[int, int]]) -> str:
-    """README.md of the checkpoint."""
-    options = " ".join(f"--{flag.name}={flag.value}" for flag in (_SEED, _STEPS, _BATCH, _LEARNING_RATE))
-    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "tokenizers"))
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    rows = "\n".join(f"| {group} | {right} of {total} |" for group, (right, total) in results.items())
-    return f"""---
-license: apache-2.0
----
-# A tiny chat model for xinfer_jax
-
-Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of countries, a little small talk
-and nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length
-means nothing.
-
-All its data comes from the tables in `scripts/train/tiny_data.py`. Trained by
-
-    python scripts/train_tiny.py {options}
-
-in {seconds / 60:.0f} minutes of CPU time on {os.cpu_count()} cores ({packages}).
-Greedy answers that are right to the last character, in float32:
-
-| questions | right |
-|---|---|
-{rows}
-
-Licence: Apache-2.0."""
-
-
 def main(argv: list[str]) -> None:
     output = Path(_OUTPUT.value).absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -242,14 +207,12 @@ def main(argv: list[str]) -> None:
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)
         results = evaluate(xj.load_model(directory, dtype=jnp.float32))
-        least = _LEAST.value
-        if low := {group: f"{n} of {total}" for group, (n, total) in results.items() if n < least * total}:
-            sys.exit(f"nothing written, below {least:.0%}: {low}; train with more --steps")
-        (directory / "README.md").write_text(model_card(params, seconds, results), encoding="utf-8")
+        if low := {group: f"{n} of {total}" for group, (n, total) in results.items() if n < LEAST * total}:
+            sys.exit(f"nothing written, below {LEAST:.0%}: {low}; train with more --steps")
         for file in sorted(directory.iterdir()):
             complete = shutil.copyfile(file, output / f".{file.name}.new")
             os.replace(complete, output / file.name)
-        print(f"{sum(file.stat().st_size for file in output.iterdir()) / 1e6:.2f} MB in {output}")
+        print(f"trained in {seconds / 60:.0f} minutes of CPU time; README.md in {output} has such figures")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,7 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from behaviour.recording import (
-    CACHE_DTYPES,
-    CAPACITY,
-    Calls,
-    Records,
-    attempt,
-    result_types,
-    without_tracing,
-)
+from behaviour.recording import CACHE_DTYPES, CAPACITY, Calls, Records, attempt, result_types, without_tracing
 
 ROWS = 2
 TOKENS = 8

@@ -39,14 +39,16 @@ def checkout_of(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def start_in(
-    checkout: Path, program: str, arguments: list[Any], environment: Mapping[str, str]
+    checkout: Path, program: str, arguments: list[Any], environment: Mapping[str, str], **pipes: Any
 ) -> subprocess.Popen:
     """Starts scripts/PROGRAM of the working tree in the folder of a checkout, whose packages it imports.
-    `environment` is added to that of this process.
+    `environment` is added to that of this process. pipes: arguments of `subprocess.Popen`.
     """
     path = os.pathsep.join([str(checkout), str(SCRIPTS)])
     command = [sys.executable, str(SCRIPTS / program), *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path} | environment, cwd=checkout)
+    return subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": path} | environment, cwd=checkout, **pipes
+    )
 
 
 def widened(hf: dict[str, Any]) -> dict[str, Any]:

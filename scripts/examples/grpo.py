@@ -4,7 +4,7 @@ Each step samples answers to each prompt, which is prefilled once, rewards their
 gradient steps on the clipped objective with a KL term to the first model. Rows are divided over the mesh axis
 "data", the model over "model". `apart`: how much log-probabilities of rollout and training differ at most.
 
-    python scripts/examples/grpo.py --model=../shared/data/stories260K --steps=30 --plot=curve.png
+    python scripts/examples/grpo.py --model=../shared/data/stories260K --steps=30
 
 The mean reward of stories260K (at most 6) rises from 2.1 to 5.5 in 10 steps and to 5.9 in 30, with seeds 0, 1
 and 2. A run takes 45 seconds of CPU time. Virtual devices of a CPU need one order of reductions: XLA_FLAGS=
@@ -30,7 +30,6 @@ _STEPS = flags.DEFINE_integer("steps", 3, "Rollouts.")
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Answers to each prompt: a group.")
 _TOKENS = flags.DEFINE_integer("tokens", 48, "Tokens of an answer, at most.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
-_PLOT = flags.DEFINE_string("plot", None, "File for the curve of rewards, by matplotlib.")
 
 PROMPTS = """Once upon a time,|One day, a little boy|Lily and her mom|Tom had a dog.|The cat was|In the park,
 |A girl named Sue|It was a sunny day.""".replace("\n", "").split("|")
@@ -99,21 +98,14 @@ def main(argv):
     prompt_BT, num_tokens_B = jax.device_put((prompt_BT, num_tokens_B), rows)
     has_stop_V = jnp.array(["." in model.tokenizer.decode([i]) for i in range(config.vocab_size)])
     rollout, update = make_programs(config, has_stop_V, _SAMPLES.value, _TOKENS.value)
-    rewards = []
     for step in range(_STEPS.value):
         key = jax.random.fold_in(jax.random.key(_SEED.value), step)
         packed, reward_R = rollout(params, prompt_BT, num_tokens_B, key)
-        rewards.append(float(reward_R.mean()))
         params, state, (_, apart) = update(params, state, reference, packed, reward_R)
         params, state, (kl, _) = update(params, state, reference, packed, reward_R)
-        print(f"step {step}: reward {rewards[-1]:.3f}, KL {kl:.3f}, apart {apart:.1e}")
+        print(f"step {step}: reward {reward_R.mean():.3f}, KL {kl:.3f}, apart {apart:.1e}")
     answer = np.asarray(packed.tokens_BT[0])[: int(packed.num_tokens_B[0])]
     print(f"on {dict(mesh.shape)}: {model.tokenizer.decode(answer.tolist())!r}")
-    if _PLOT.value:
-        import matplotlib.pyplot as plt
-
-        plt.plot(rewards)
-        plt.savefig(_PLOT.value)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,7 @@ _HF = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
 )  # fmt: skip
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
-)  # fmt: skip
+V, D, F, L, N, K, H, _ = _HF.values()
 QWEN3 = dict(_HF, model_type="qwen3", tie_word_embeddings=False)
 GEMMA3 = dict(_HF, model_type="gemma3_text", sliding_window=16, query_pre_attn_scalar=8)
 _LAYER_NORMS = dict(input_layernorm="input_layernorm", post_attention_layernorm="post_attention_layernorm")
@@ -107,7 +104,6 @@ def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
 
 def tunix_qwen3() -> dict:
     """Shapes of such a state."""
-    (V, D, F, L, N, K, H) = (_HF[name] for name in _SIZES)
     layer = dict(
         attn={f"{x}_proj": dict(w=(D, heads, H)) for x, heads in dict(q=N, k=K, v=K).items()}
         | dict(o_proj=dict(w=(N, H, D)), q_norm=dict(w=(H,)), k_norm=dict(w=(H,))),
@@ -121,7 +117,6 @@ def tunix_qwen3() -> dict:
 
 def tunix_gemma3() -> dict:
     """Shapes of such a state."""
-    (V, D, F, L, N, K, H) = (_HF[name] for name in _SIZES)
     layer = dict(
         attn=dict(
             q_einsum=dict(w=(N, D, H)), kv_einsum=dict(w=(2, K, D, H)), attn_vec_einsum=dict(w=(N, H, D)),
@@ -136,7 +131,6 @@ def tunix_gemma3() -> dict:
 
 def maxtext_qwen3() -> dict:
     """Shapes of such a tree."""
-    (V, D, F, L, N, K, H) = (_HF[name] for name in _SIZES)
     attention = {x: dict(kernel=(D, L, heads, H)) for x, heads in dict(query=N, key=K, value=K).items()}
     attention |= dict(out=dict(kernel=(N, L, H, D)))
     attention |= {f"{x}_norm": dict(scale=(H, L)) for x in ("query", "key")}

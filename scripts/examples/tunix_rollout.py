@@ -11,7 +11,6 @@ compiling. Where tunix is not installed, the class stands alone, as the program 
 from checkout import start
 
 # isort: split
-import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,23 +115,17 @@ def _logprobs(params, config, pad, eos, prompt_BP, completion_BC):
     return jnp.where(jnp.arange(C) < answer_B[:, None], jnp.take_along_axis(logprobs_BT, at_BC, 1), 0)
 
 
-@dataclasses.dataclass
-class Config:
-    """The fields of tunix's RolloutConfig that are used."""
-
-    max_tokens_to_generate: int = 12
-    max_prompt_length: int = 8
-    temperature: float = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = None
-    seed: jax.Array | None = None
-    eos_tokens: list[int] | None = None
+# The fields of tunix's RolloutConfig that are used.
+CONFIG = SimpleNamespace(
+    max_tokens_to_generate=12, max_prompt_length=8, temperature=1.0, top_p=1.0, top_k=None, seed=None,
+    eos_tokens=None,
+)  # fmt: skip
 
 
 def main(argv):
     rollout = EngineRollout(xj.load_model(dtype="float32"), rows=2, capacity=64)
     prompts = ["The capital of Spain is", "The capital of"]
-    out = rollout.generate(prompts, Config())
+    out = rollout.generate(prompts, CONFIG)
     for prompt, text in zip(prompts, out.text, strict=True):
         print(prompt + text)
     longest = max(map(len, out.tokens))

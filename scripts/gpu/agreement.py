@@ -1,5 +1,4 @@
-"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens, or by whether
-the tokens of an answer are those that a reference takes along that answer.
+"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens.
 
 Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
 quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
@@ -14,7 +13,10 @@ quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 2
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +25,11 @@ import numpy as np
 from jax import lax
 
 import xinfer_jax as xj
+from gpu.section_cases import emulated
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.ops.largest import argmax
-from xinfer_jax.sampling.batched_settings import settings_per_row
-from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise, row_keys
-from xinfer_jax.sampling.sampler import warp_logits
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 SPREAD = 1.5
@@ -117,7 +118,8 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
         enough ids were compared.
     """
     off = {name: np.asarray(x) for name, x in _differences(got, want).items()}
-    bound = bounds(dtype)
+    factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
+    bound = {"largest": factor * LARGEST, "rms": factor * RMS, "near": factor * NEAR}
     largest = float(off["largest_BT"].max())
     parts = {"rms_prefill": np.s_[:, :prompt], "rms_decode": np.s_[:, prompt:]}
     rms = {
@@ -127,14 +129,21 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
     compared_BT = off["gap_BT"] > bound["near"]
     differ = int((off["differ_BT"] & compared_BT).sum())
     within = largest <= bound["largest"] and all(x <= bound["rms"] for x in rms.values()) and differ == 0
-    return {"largest": largest, **rms, "differ": differ} | verdict(compared_BT, within, bound)
+    count = int(compared_BT.sum())
+    enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared_BT.size
+    few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
+    ids = {"differ": differ, "ids_compared": count, "of": compared_BT.size}
+    return {"largest": largest, **rms, **ids, **few, "tolerance": bound, "ok": within and enough}
 
 
 @jax.jit
 def _differences(got: Forced, want: Forced) -> dict[str, jax.Array]:
     off_BTV = got.logits_BTV - want.logits_BTV
     most_BT = jnp.abs(want.logits_BTV).max(-1)
-    best_BT, second_BT, id_BT = best_two(want.logits_BTV)
+    best_BT = want.logits_BTV.max(-1)
+    id_BT = jnp.argmax(want.logits_BTV, -1)
+    is_best_BTV = jnp.arange(want.logits_BTV.shape[-1]) == id_BT[..., None]
+    second_BT = jnp.where(is_best_BTV, -jnp.inf, want.logits_BTV).max(-1)
     return {
         "largest_BT": jnp.abs(off_BTV).max(-1) / most_BT,
         "square_BT": jnp.square(off_BTV).mean(-1),
@@ -144,82 +153,40 @@ def _differences(got: Forced, want: Forced) -> dict[str, jax.Array]:
     }
 
 
-def best_two(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest number along the last axis, the second one, and where the largest is. For `lax.top_k`, XLA
-    may sort the whole vocabulary.
-    """
-    at = jnp.argmax(x, -1)
-    others = jnp.where(jnp.arange(x.shape[-1]) == at[..., None], -jnp.inf, x)
-    return x.max(-1), others.max(-1), at
+class ForcedModel:
+    """A model in one format, with `checking_params`, to be run along forced tokens."""
 
+    def __init__(
+        self,
+        plan: SimpleNamespace,
+        hf: dict[str, Any],
+        dtype: str = "bfloat16",
+        quantize: str | None = None,
+    ):
+        self._plan = plan
+        self._config = from_hf(hf)
+        self._dtype = dtype
+        self._kernels = emulated(plan)  # None: what suits the device
+        key = jax.random.key(0, impl="rbg")
+        self.params = functools.cache(lambda: checking_params(self._config, key, dtype, quantize))
 
-def bounds(dtype: Any) -> dict[str, float]:
-    """The bounds for activations of this dtype."""
-    factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
-    return {"largest": factor * LARGEST, "rms": factor * RMS, "near": factor * NEAR}
+    def forced(
+        self, tokens_BT: Any, prompt: int, impl: str | None, params: Any = None, cache_dtype: Any = None
+    ) -> Forced:
+        """The model along these tokens. impl: None: the kernels. params: others than its own."""
+        cache = xj.init_cache(self._config, *tokens_BT.shape, cache_dtype or self._dtype)
+        params = self.params() if params is None else params
+        return forced(params, self._config, tokens_BT, cache, prompt, impl or self._kernels)
 
-
-def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
-    """How many ids were compared, of how many, and "ok": all is within the bound, and these are enough."""
-    count = int(compared.sum())
-    enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared.size
-    few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
-    return {"ids_compared": count, "of": compared.size, **few, "tolerance": bound, "ok": within and enough}
-
-
-def greedy_agreement(want: Forced, answer_BT: Any, dtype: Any) -> dict[str, Any]:
-    """Whether a greedy answer has the tokens that a reference takes along it: at each position the largest
-    logit, or one that is lower by at most the bound.
-    want: the reference along prompt and answer, without the answer's last token.
-    """
-    answer_BT = jnp.asarray(answer_BT)
-    logits_BTV = want.logits_BTV[:, -answer_BT.shape[1] :]
-    most_BT = jnp.abs(logits_BTV).max(-1)
-    best_BT, second_BT, _ = best_two(logits_BTV)
-    chosen_BT = jnp.take_along_axis(logits_BTV, answer_BT[..., None], -1)[..., 0]
-    gap_BT, behind_BT = (np.asarray((best_BT - x) / most_BT) for x in (second_BT, chosen_BT))
-    near = bounds(dtype)["near"]
-    behind = float(behind_BT.max())
-    return {"behind": behind} | verdict(gap_BT > near, behind <= near, near)
-
-
-def sampled_agreement(
-    want: Forced, answer_BT: Any, sampling: xj.SamplingConfig, key: jax.Array, dtype: Any
-) -> dict[str, Any]:
-    """Whether a sampled answer has the tokens that a reference draws along it with the same keys.
-
-    A position is not compared where the two largest perturbed logits differ by less than the bound, or where
-    one of the two tokens is so close to the limit of top-k or top-p that either side may drop it.
-    """
-    answer_BT = np.asarray(answer_BT)
-    B, T = answer_BT.shape
-    first = want.logits_BTV.shape[1] - T + 1  # position of the answer's first token
-    logits_MV = want.logits_BTV[:, -T:].reshape(B * T, -1)
-    key_M = jnp.repeat(row_keys(key, B), T)
-    position_M = jnp.tile(first + jnp.arange(T), B)
-    near = bounds(dtype)["near"]
-    token_M = answer_BT.reshape(-1)
-    sampling_M = settings_per_row(sampling, B * T, logits_MV.shape[1])
-    drawn_M, compared_M = map(np.asarray, _draw(logits_MV, token_M, key_M, position_M, sampling_M, near))
-    differ = int((compared_M & (drawn_M != token_M)).sum())
-    return {"differ": differ} | verdict(compared_M, differ == 0, near)
-
-
-@jax.jit
-def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):
-    """The tokens that are drawn from the logits, int32 [M], and whether rounding cannot have changed them."""
-    V = logits_MV.shape[1]
-    limit_M = near * jnp.abs(logits_MV).max(-1)
-    warped_MV = warp_logits(logits_MV, sampling_M, jnp.max(logits_MV, -1, keepdims=True))
-    noise_MV = jax.vmap(gumbel_noise, (0, 0, None, None))(key_M, position_M, DRAW_TOKEN, jnp.arange(V))
-    best_M, second_M, drawn_M = best_two(warped_MV + noise_MV)
-    kept_MV = warped_MV > -jnp.inf
-    least_kept_M = jnp.where(kept_MV, logits_MV, jnp.inf).min(-1)
-    most_removed_M = jnp.where(kept_MV, -jnp.inf, logits_MV).max(-1)
-
-    def inside(token_M):  # neither side may drop it
-        logit_M = jnp.take_along_axis(logits_MV, token_M[:, None], 1)[:, 0]
-        return (logit_M > least_kept_M + limit_M) | (logit_M < most_removed_M - limit_M)
-
-    clear_M = best_M - second_M > limit_M / sampling_M.temperature
-    return drawn_M, clear_M & inside(drawn_M) & inside(token_M)
+    def agreement(self, want: Callable[[Any, int], Forced] | None = None) -> dict[str, Any]:
+        """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
+        want: gives the reference along tokens with a prompt of a number of them; None: this model with XLA.
+        """
+        prompt, length = (40, 80) if self._plan.tiny else (512, 576)
+        draws = np.random.default_rng(0)
+        tokens_BT = draws.integers(0, self._config.vocab_size, (2, length)).astype(np.int32)
+        got = self.forced(tokens_BT, prompt, None)
+        reference = want(tokens_BT, prompt) if want else self.forced(tokens_BT, prompt, "xla")
+        used = xj.kernels_used(self.params(), self._config, self._kernels, 2, self._dtype, length)
+        kernels = {kernel: selection.impl for kernel, selection in used.items()}
+        return {"kernels": kernels} | agreement(got, reference, prompt, self._dtype)

@@ -26,9 +26,10 @@ class Card:
     memory_gbs: float
 
     platform = "cuda"
+    memory_fraction = 0.75  # that jax allocates by default
 
-    def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
-        """A mesh of such GPUs to compile for."""
+    def mesh(self) -> jax.sharding.Mesh:
+        """A mesh of one such GPU to compile for."""
         major, minor = self.capability
         config = f"""
           gpu_device_info {{
@@ -50,9 +51,8 @@ class Card:
           }}
           platform_name: "CUDA" device_description_str: "{self.name}"
           dnn_version_info {{ major: 9 minor: 10 }}"""
-        shape = f"1x1x{devices}"
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
-        return topologies.make_mesh(topology, (devices,), (axis,))
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+        return topologies.make_mesh(topology, (1,), ("one",))
 
 
 CARDS = {
@@ -80,38 +80,28 @@ class Tpu:
     """The data sheet of a TPU device; fields that a `Card` has too have the same meaning."""
 
     name: str  # jax's device_kind
-    topology: str  # one chip, with {} for its name
+    topology: str  # of one chip
     memory_gib: float
-    vmem_mib: int
 
     platform = "tpu"
+    memory_fraction = 0.97
     capability = (0, 0)
 
-    def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
-        """A mesh of such TPUs to compile for.
+    def mesh(self) -> jax.sharding.Mesh:
+        """A mesh of one such TPU to compile for.
 
         Raises:
             RuntimeError: libtpu is not installed.
         """
         for name, value in _WITHOUT_TPU.items():
             os.environ.setdefault(name, value)
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=self._topology(devices))
-        return jax.sharding.Mesh(np.array(topology.devices[:devices]), (axis,))
-
-    def _topology(self, devices: int) -> str:
-        name, _, chip = self.topology.partition(":")
-        per_chip = 2 if name == "tpu7x" else 1
-        sizes = [1] * (chip.count("x") + 1)
-        at = 0
-        while np.prod(sizes) * per_chip < devices:
-            sizes[at % len(sizes)] *= 2
-            at += 1
-        return f"{name}:{'x'.join(str(size) for size in sorted(sizes))}"
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)
+        return jax.sharding.Mesh(np.array(topology.devices[:1]), ("one",))
 
 
 TPUS = {
-    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 128),
-    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 128),
-    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 128),
-    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 64),
+    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16),
+    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95),
+    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32),
+    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96),
 }

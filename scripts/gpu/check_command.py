@@ -27,22 +27,11 @@ from gpu.section_runner import (
     run_sections,
 )
 
-MODEL = ("safetensors",)
-TEXT = (*MODEL, "tokenizers", "jinja2")
 MACHINE = Section("machine", 30)  # always runs: the device and its limits
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """One of the two programs, for devices of a platform as jax names it. Sections: most important first;
-    packages: whose versions are recorded.
-    """
-
-    platform: str
-    sections: tuple[Section, ...]
-    packages: Sequence[str]
-
-
+# Their versions are recorded.
+PACKAGES = "jax jaxlib libtpu jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 OUT = flags.DEFINE_string(
     "out",
     time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S.jsonl"),
@@ -52,19 +41,23 @@ REPORT = flags.DEFINE_string("report", None, "Only print the table of such a fil
 MINUTES = flags.DEFINE_float("minutes", 9, "Time limit of the whole run, in minutes.", lower_bound=0)
 ONLY = flags.DEFINE_list("sections", [], "Sections to run, in the order of importance; default: all.")
 CACHE = flags.DEFINE_string("compilation_cache", None, "Directory of compiled programs; default: OUT.cache.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the random inputs and sizes.", lower_bound=0)
 TINY = flags.DEFINE_bool(
     "tiny", False, "Tiny shapes and emulated kernels on the CPU: tests this program, not the device."
 )
 
 
-def start(program: Program) -> None:
-    """Parses the flags, runs the program and exits."""
+def start(platform: str, sections: Sequence[Section]) -> None:
+    """Parses the flags, runs the program and exits.
+
+    Args:
+        platform: of the devices, as jax names it.
+        sections: most important first.
+    """
     flags.adopt_module_key_flags(sys.modules[__name__])
-    app.run(lambda argv: run(program), flags_parser=parse)
+    app.run(lambda argv: run(platform, sections), flags_parser=parse)
 
 
-def run(program: Program) -> int:
+def run(platform: str, sections: Sequence[Section]) -> int:
     """Runs the chosen sections, and returns the exit code."""
     if REPORT.value is not None:
         try:
@@ -73,7 +66,7 @@ def run(program: Program) -> int:
             exit_with_error(error)
         return 0
     out = Path(OUT.value).absolute()
-    sections = chosen_sections(program)
+    chosen = chosen_sections(sections)
     try:
         out.open("x").close()
     except OSError as error:
@@ -84,9 +77,9 @@ def run(program: Program) -> int:
         signal.signal(number, signal.default_int_handler)  # to print the table before exiting
     interrupted = False
     try:
-        add_record(out, event="result", section="run", name="run", **facts(program))
-        command = partial(child_command, program, out)
-        run_sections((MACHINE, *sections), command, out, MINUTES.value, environment(out))
+        add_record(out, event="result", section="run", name="run", **facts())
+        command = partial(child_command, platform, out)
+        run_sections((MACHINE, *chosen), command, out, MINUTES.value, environment(out))
     except Unsupported as error:
         out.unlink()
         exit_with_error(error)
@@ -99,22 +92,22 @@ def run(program: Program) -> int:
     return 130 if interrupted else int(any(map(is_failure, records)))
 
 
-def chosen_sections(program: Program) -> list[Section]:
-    names = [section.name for section in program.sections]
+def chosen_sections(sections: Sequence[Section]) -> list[Section]:
+    names = [section.name for section in sections]
     if unknown := {*ONLY.value} - {*names}:
         exit_with_error(ValueError(f"--sections knows {', '.join(names)}, got {unknown.pop()!r}"))
     wanted = {*ONLY.value} or {*names}
     factor = 4 if TINY.value else 1  # emulated kernels are slow
     return [
         dataclasses.replace(section, seconds=factor * section.seconds)
-        for section in program.sections
+        for section in sections
         if section.name in wanted
     ]
 
 
-def child_command(program: Program, out: Path, section: Section, first: int, seconds: float) -> list[str]:
-    plan = dict(section=section.name, first=first, seconds=seconds, platform=program.platform, out=str(out))
-    plan |= dict(tiny=TINY.value, seed=SEED.value)
+def child_command(platform: str, out: Path, section: Section, first: int, seconds: float) -> list[str]:
+    plan: dict = dict(section=section.name, first=first, seconds=seconds, tiny=TINY.value)
+    plan |= dict(platform=platform, out=str(out))
     return [sys.executable, str(SCRIPTS / "gpu" / "section_process.py"), json.dumps(plan)]
 
 
@@ -134,10 +127,10 @@ def environment(out: Path) -> dict[str, str]:
     return os.environ | settings | (tiny if TINY.value else {})
 
 
-def facts(program: Program) -> dict[str, str]:
+def facts() -> dict[str, str]:
     """Returns date, command, versions and commit of this run."""
     run = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv)}
-    for name in program.packages:
+    for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             run[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):

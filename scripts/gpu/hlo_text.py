@@ -30,11 +30,17 @@ class Array(NamedTuple):
     @property
     def itemsize(self) -> float:
         """Bytes of an element; int4 has half of one."""
-        return element_bytes(self.dtype)
+        bits = _BITS.get(self.dtype) or int(_first(r"^[a-z]+(\d+)", self.dtype) or 0)
+        return bits / 8
 
     @property
     def bytes(self) -> float:
         return self.size * self.itemsize
+
+    @property
+    def is_in_hbm(self) -> bool:
+        """Whether it is in device memory: not if its layout has S(n). Single numbers do not count."""
+        return "S(" not in self.layout and self.size > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +61,6 @@ class Instruction:
         return sum(array.size for array in self.arrays)
 
     @property
-    def bytes(self) -> float:
-        return sum(array.bytes for array in self.arrays)
-
-    @property
     def op_name(self) -> str:
         """The path of jax's name stack."""
         return _first(r'op_name="([^"]*)"', self.attributes)
@@ -75,10 +77,9 @@ class Instruction:
         return int(count) if count else None
 
     @property
-    def estimated_cycles(self) -> int | None:
-        """Cycles of one run on a TPU, as XLA schedules it; None: the text does not say."""
-        cycles = _first(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(cycles) if cycles else None
+    def takes_cycles(self) -> bool:
+        """Whether a TPU takes cycles to run it, as XLA schedules it."""
+        return int(_first(r'"estimated_cycles":"(\d+)"', self.attributes) or 0) > 0
 
     def called(self, key: str) -> str:
         """The computation that this attribute names."""
@@ -118,12 +119,6 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
-
-
-def element_bytes(dtype: str) -> float:
-    """Bytes of an element of this type."""
-    bits = _BITS.get(dtype) or int(_first(r"^[a-z]+(\d+)", dtype) or 0)
-    return bits / 8
 
 
 def parse_module(text: str) -> Module:

@@ -1,100 +1,125 @@
-"""Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, generation end to
-end, windows, and the bundled checkpoint.
+"""Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, speeds by
+bench.py, bits of an engine by check_engine.py, and the bundled checkpoint.
 """
 
-from collections.abc import Callable, Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from bench.model_shapes import SHAPES
+from script_paths import SCRIPTS
 
 import xinfer_jax as xj
-from gpu.agreement import forced, greedy_agreement
-from gpu.model_run import SMALL, ModelRun, settings
-from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
+from gpu.agreement import Forced, ForcedModel, float32_params
+from gpu.section_cases import Case, emulated, judged, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
-_MIDDLE = dict(vocab_size=32001, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)
-_MIDDLE |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 
 
-def end_to_end(name: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
-    """Cases of one row and of 32, with kernels and with XLA."""
-
-    def cases(plan: SimpleNamespace) -> Iterator[Case]:
-        yield from limit_cases(plan)
-        run = ModelRun(plan, settings("tiny" if plan.tiny else name))
-        counts = (1,) if plan.tiny else (1, 32)
-        kinds = [(rows, impl) for impl in (None, "xla") for rows in counts]
-        yield Case(f"{name}, logits against XLA", run.agreement)
-        yield Case("parallel compilation", partial(run.compile_in_parallel, kinds), {"optional": True})
-        for rows, impl in kinds:
-            yield Case(f"{name}, {rows} rows, {impl or 'kernels'}", partial(run.measure, rows, impl))
-
-    return cases
-
-
-def windows(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of sliding windows in contiguous and ring caches, soft caps, and capacities that are no multiple
-    of 8.
+def logits(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in float32, and
+    of float16. Models have 4 layers, which compile in a sixth of the time of all.
     """
-    sizes = SMALL if plan.tiny else _MIDDLE
-    mistral = dict(model_type="mistral")
-    gemma2 = dict(model_type="gemma2", head_dim=64, query_pre_attn_scalar=64)
-    kinds = {  # capacity, config
-        "window shorter than the prompt": (None, mistral | dict(sliding_window=30 if plan.tiny else 300)),
-        "rings": (1101 if plan.tiny else 2000, mistral | dict(sliding_window=100)),
-        "soft caps and windows": (None, gemma2 | dict(sliding_window=30 if plan.tiny else 100)),
-        "odd capacity": (77 if plan.tiny else 1003, dict(model_type="qwen2")),
-    }
-    for dtype in ("bfloat16",) if plan.tiny else ("bfloat16", "float16"):
-        for name, (capacity, more) in kinds.items():
-            # Emulated kernels take seconds to compile.
-            kernels = "xla" if plan.tiny and not name.startswith("window") else None
-            run = ModelRun(plan, sizes | more, dtype, capacity=capacity, kernels=kernels)
-            yield Case(f"{name}, {dtype}, logits against XLA", run.agreement)
+    names = ("tiny",) if plan.tiny else ("qwen2.5-0.5b", "qwen2.5-7b")
+    for name in names:
+        hf = SHAPES[name] | dict(num_hidden_layers=1 if plan.tiny else 4)
+        yield Case(f"{name}, logits against XLA", ForcedModel(plan, hf).agreement)
+    hf = SHAPES[names[0]] | dict(num_hidden_layers=1 if plan.tiny else 4)
+    formats = [("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)]
+    for dtype, quantize in formats[: 0 if plan.tiny else None]:
+        model = ForcedModel(plan, hf, dtype, quantize)
+        yield Case(f"{names[0]} {quantize or dtype}, logits against float32", partial(against_float32, model))
+
+
+def against_float32(model: ForcedModel) -> dict[str, Any]:
+    def want(tokens: Any, prompt: int) -> Forced:
+        return model.forced(tokens, prompt, "xla", float32_params(model.params()), "float32")
+
+    return model.agreement(want)
+
+
+def run_program(name: str, *flags: str) -> dict[str, Any]:
+    """Runs a program of scripts/ and returns the JSON object of its last line, and whether it succeeded."""
+    done = subprocess.run([sys.executable, SCRIPTS / name, *flags], capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{name} {' '.join(flags)}: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1]) | {"ok": done.returncode == 0}
+
+
+def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
+    """A case of bench.py with 1 row and with 32."""
+    sizes = ["--prompt_lengths=512", "--batch_sizes=1,32", "--new_tokens=128"]
+    if plan.tiny:
+        model = "tiny"
+        sizes = ["--prompt_lengths=40", "--batch_sizes=1", "--new_tokens=8", "--repeats=1", "--probe_mib=8"]
+    given = [f"--config={model}", "--dtype=bfloat16", *sizes, *flags]
+    yield Case(f"bench.py {' '.join([model, *flags])}", partial(bench_figures, given))
+
+
+def bench_figures(given: list[str]) -> dict[str, Any]:
+    """Medians of each batch, and their fractions of the limits that bench.py measures."""
+    figures = {}
+    for row in run_program("bench.py", *given)["rows"]:
+        rows = row["rows"]
+        for phase in ("prefill", "decode"):
+            figures[f"{phase}_tok/s_{rows}"] = row[f"{phase}_tok_s"]["median"]
+            figures[f"{phase}_of_limit_{rows}"] = row[phase]["of_limit"]["median"]
+        figures[f"peak_GB_{rows}"] = row["peak_bytes"] / 1e9
+    return figures
+
+
+def kernels_and_xla(model: str, plan: SimpleNamespace) -> Iterator[Case]:
+    yield from speeds(plan, model)
+    if not plan.tiny:
+        yield from speeds(plan, model, "--impl=xla")
+
+
+def decoding(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of packed weights, sampling, and draft tokens by prompt look-up."""
+    for flag in ("--quantize=int8", "--quantize=int4", "--sampled", "--draft=lookup"):
+        yield from speeds(plan, "qwen2.5-0.5b", flag)
+
+
+def engine(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of an engine: a request has the same bits alone and next to other requests."""
+    sizes = ["--requests=6", "--longest=70"] if plan.tiny else ["--requests=100", "--longest=200", "--rows=8"]
+    models = ("",) if plan.tiny else ("", "--cache_dtype=int8", "--families=gemma3,qwen3_moe")
+    for model in models:
+        given = [*sizes, "--compared=0", *filter(None, [model])]
+        yield Case(f"check_engine.py {model}", partial(run_program, "check_engine.py", *given))
 
 
 def bundled(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of the bundled checkpoint: its text, a row alone, a stream, a repeated sample, gradients."""
+    """Cases of the bundled checkpoint: its text, also by an engine, and gradients."""
     model = cache(partial(xj.load_model, dtype="float32" if plan.tiny else "bfloat16"))
     kernels = "xla" if plan.tiny else None  # emulated, this model would take minutes
-    prompts = [list(range(first, first + 9)) for first in (40, 90)]
 
     def text(impl: str | None) -> dict[str, Any]:
         answer = xj.generate_text(model(), QUESTION, xj.GenerateOptions(16, impl=impl))
         return {"text": answer, "ok": ANSWER in str(answer)}
 
-    def generate(rows: int, function: Callable = xj.generate, **sampling: float) -> Any:
-        sampling = xj.SamplingConfig(**sampling)
-        options = xj.GenerateOptions(48, sampling, impl=kernels, eos_token_ids=())
-        return function(model().params, model().config, prompts[:rows], options, key=jax.random.key(0))
-
-    def alone() -> dict[str, Any]:
-        (answer,) = generate(1).tokens
-        tokens_BT = np.array([prompts[0] + answer[:-1]], np.int32)
-        kv_cache = xj.init_cache(model().config, 1, tokens_BT.shape[1])
-        want = forced(model().params, model().config, tokens_BT, kv_cache, len(prompts[0]), "xla")
-        return greedy_agreement(want, [answer], jnp.bfloat16)
-
-    def stream() -> dict[str, Any]:
-        return {"ok": [*map(list, zip(*generate(2, xj.stream), strict=True))] == generate(2).tokens}
-
-    def repeat() -> dict[str, Any]:
-        return {"ok": len({str(generate(2, temperature=1.0).tokens) for _ in range(2)}) == 1}
+    def text_of_engine(cache_dtype: str) -> dict[str, Any]:
+        messages = [dict(role="user", content=QUESTION)]
+        shape = dict(rows=2, capacity=128, cache_dtype=cache_dtype, impl=kernels)
+        with xj.Engine(model(), **shape) as engine:
+            (out,) = engine.generate([messages], [xj.GenerateOptions(16)])
+        answer = model().tokenizer.decode(out.tokens[0])
+        return {"text": answer, "ok": ANSWER in answer}
 
     for label, impl in (("kernels", kernels), ("xla", "xla")):
         yield Case(f"generate_text with {label}", partial(text, impl))
-    yield Case("a row has the tokens that XLA takes", alone)
-    yield Case("a stream equals generate", stream)
-    yield Case("a sample repeats with its key", repeat)
+    for cache_dtype in ("bfloat16", "int8"):
+        yield Case(f"an engine with {cache_dtype} pages", partial(text_of_engine, cache_dtype))
     yield Case("gradient of attention against XLA", partial(gradient, emulated(plan)))
 
 
@@ -112,8 +137,10 @@ def gradient(impl: str | None) -> dict[str, Any]:
 
 
 SECTIONS = {
-    "half_b": end_to_end("0.5b"),
-    "seven_b": end_to_end("7b"),
-    "windows": windows,
+    "logits": logits,
+    "half_b": partial(kernels_and_xla, "qwen2.5-0.5b"),
+    "seven_b": partial(kernels_and_xla, "qwen2.5-7b"),
+    "decoding": decoding,
+    "engine": engine,
     "bundled": bundled,
 }

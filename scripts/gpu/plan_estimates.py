@@ -1,5 +1,5 @@
-"""Estimates what a model needs on each device of a mesh `model=n`: bytes by formula, and temporaries of its
-programs, compiled for GPUs or TPUs that this machine need not have.
+"""Estimates what a model needs on each device of a mesh `model=n`, which need not be here: bytes of weights,
+pages and states, and the library's own bound of temporaries.
 """
 
 import dataclasses
@@ -10,18 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from bench.model_work import attention_mixers
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-import kernels_pallas
-from gpu.card_specs import Card, Tpu
-from gpu.programs import Call, ProgramJob, find_call, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
-from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes
+from xinfer_jax.checkpoint.sharded_leaves import leaf_partition
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.memory_plan import MemoryPlan
-from xinfer_jax.sharding import MODEL, RULES, check_mesh
+from xinfer_jax.memory_plan import MemoryPlan, program_parts
+from xinfer_jax.sharding import RULES
 from xinfer_jax.weights.fp8_weight import FP8_BLOCK, fp8_struct
 from xinfer_jax.weights.layout import partition_specs
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
@@ -38,6 +35,7 @@ from xinfer_jax.weights.resharding import with_repeated_kv_heads
 # mxfp4: experts, fp8: matrices of layers, in blocks; the rest is bfloat16.
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4", "fp8")
 MOST_DEVICES = 128
+LOGITS_BYTES = 18  # of each row and token of the vocabulary, as an engine plans them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,6 @@ class Job:
     rows: int
     context: int  # tokens of each row
     chunk: int  # tokens of a prefill chunk
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of activations."""
-        return jnp.float32 if self.weights == "float32" else jnp.bfloat16
 
     @property
     def kv(self) -> Any:
@@ -71,49 +64,45 @@ class Job:
         return self.rows * self.pages_per_row + 1
 
 
-# --- sharding of the model ----------------------------------------------------------------------------------
-
-
-def indivisible_sizes(job: Job, n: int) -> str:
-    """The sizes that n devices do not divide, with their names; "" if there are none."""
-    config = job.config
-    sizes = {("num_attention_heads", config.num_attention_heads), ("num_experts", config.num_experts)}
-    if any(layer.mlp for layer in config.layers):
-        sizes.add(("intermediate_size", config.intermediate_size))
-    if config.experts:
-        sizes.add(("shared_expert_intermediate_size", config.experts.shared_intermediate_size))
-    for delta in filter(None, (layer.mixer_of("delta") for layer in config.layers)):
-        sizes.add(("linear_num_key_heads", delta.num_key_heads))
-        sizes.add(("linear_num_value_heads", delta.num_value_heads))
-    bad = {(name, size) for name, size in sizes if size % n}
-    kv_heads = {config.num_key_value_heads, *(mixer.num_kv_heads for mixer in attention_mixers(config))}
-    bad |= {("num_key_value_heads", heads) for heads in kv_heads if heads % n and n % heads}
-    return ", ".join(f"{name} {size}" for name, size in sorted(bad))
-
-
 def valid_mesh_sizes(job: Job) -> list[int]:
     """Numbers of devices that divide the model."""
-    return [n for n in range(1, MOST_DEVICES + 1) if not indivisible_sizes(job, n)]
+    config = job.config
+    sizes = {config.num_attention_heads, config.num_experts}
+    if any(layer.mlp for layer in config.layers):
+        sizes.add(config.intermediate_size)
+    if config.experts:
+        sizes.add(config.experts.shared_intermediate_size)
+    for delta in filter(None, (layer.mixer_of("delta") for layer in config.layers)):
+        sizes |= {delta.num_key_heads, delta.num_value_heads}
+    kv_heads = {config.num_key_value_heads, *(mixer.num_kv_heads for mixer in attention_mixers(config))}
+
+    def divides(n: int) -> bool:
+        return not any(size % n for size in sizes) and not any(k % n and n % k for k in kv_heads)
+
+    return [*filter(divides, range(1, MOST_DEVICES + 1))]
 
 
 @functools.lru_cache
-def device_weights(job: Job, n: int) -> Params:
-    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
-    quantize = None if job.weights in ("float32", "bfloat16") else job.weights
+def device_weights(config: ModelConfig, weights: str, n: int) -> Params:
+    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them. weights: one of
+    `WEIGHTS`.
+    """
+    dtype: Any = jnp.float32 if weights == "float32" else jnp.bfloat16
+    quantize = None if weights in ("float32", "bfloat16") else weights
     if quantize not in ("mxfp4", "fp8"):
-        check_quantize(job.config, quantize)
+        check_quantize(config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
         partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable or quantize == "mxfp4" and len(shape) == 2:
-            return jax.ShapeDtypeStruct(shape, job.dtype)
+            return jax.ShapeDtypeStruct(shape, dtype)
         if quantize == "mxfp4":
             return device_form(mxfp4_struct(shape))
         if quantize == "fp8":
             is_cut = partition.num_parts > 1 and len(shape) == 2 and shape[partition.axis or 0] % FP8_BLOCK
             is_float = is_cut or "vocab" in spec.axes
-            return jax.ShapeDtypeStruct(shape, job.dtype) if is_float else fp8_struct(shape, True)
+            return jax.ShapeDtypeStruct(shape, dtype) if is_float else fp8_struct(shape, True)
         group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
         whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
 
@@ -124,7 +113,7 @@ def device_weights(job: Job, n: int) -> Params:
 
         return jax.tree.map(divide, whole, partition_specs(spec, whole, None, RULES))
 
-    return jax.tree.map(struct, param_specs(job.config))
+    return jax.tree.map(struct, param_specs(config))
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -132,14 +121,15 @@ def num_weights(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
-# --- memory of a device -------------------------------------------------------------------------------------
-
-
-def memory_plan(job: Job, n: int, card: Card | Tpu | None = None) -> MemoryPlan:
-    """Bytes on each of n devices. Temporaries are known only if a GPU or TPU is given to compile for."""
+def memory_plan(job: Job, n: int) -> MemoryPlan:
+    """Bytes on each of n devices. Temporaries and logits are at most these: as if no device had a part."""
     page, state = page_and_state_bytes(job, n)
-    parts = dict(weights=tree_bytes(device_weights(job, n)), pages=page * job.pages, states=state * job.rows)
-    return MemoryPlan(parts if card is None else parts | dict(temporaries=temporaries(job, n, card)))
+    parts = dict(
+        weights=tree_bytes(device_weights(job.config, job.weights, n)),
+        pages=page * job.pages,
+        states=state * job.rows,
+    )
+    return MemoryPlan(parts | program_parts(job.config, job.chunk, job.rows, LOGITS_BYTES))
 
 
 def page_and_state_bytes(job: Job, n: int) -> tuple[int, int]:
@@ -155,16 +145,11 @@ def row_bytes(job: Job, n: int) -> int:
     return page * job.pages_per_row + state
 
 
-def smallest_mesh(job: Job, memory: float, card: Card | Tpu | None = None) -> int | None:
+def smallest_mesh(job: Job, memory: float) -> int | None:
     """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
     on none.
     """
-    for n in valid_mesh_sizes(job):
-        if memory_plan(job, n).total > memory:
-            continue
-        if card is None or memory_plan(job, n, card).total <= memory:
-            return n
-    return None
+    return next((n for n in valid_mesh_sizes(job) if memory_plan(job, n).total <= memory), None)
 
 
 def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:
@@ -174,52 +159,3 @@ def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> i
         * cache_dtype_of(kv).vector_bytes(mixer.head_dim)
         for mixer in attention_mixers(config)
     )  # fmt: skip
-
-
-# --- temporaries --------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache
-def temporaries(job: Job, n: int, card: Card | Tpu) -> int:
-    """Bytes of temporaries of the engine's programs, with kernels as on the card: the larger of decode and
-    prefill. Compiled with three layers of each kind (XLA may load weights of a later layer early). The
-    difference to five layers of each kind is extrapolated to all other layers.
-
-    Raises:
-        RuntimeError: jax's CUDA plug-in, ptxas or libtpu is not installed.
-    """
-    mesh = check_mesh(card.mesh(n, MODEL))
-    largest = 0
-    others = max(0, job.config.num_hidden_layers // with_few_layers(job, 1).config.num_hidden_layers - 3)
-    for program in ("engine_decode", "engine_prefill"):
-        few = (with_few_layers(job, times) for times in (3, 5))
-        three, five = (program_temporaries(of, mesh, card, program) for of in few)
-        largest = max(largest, three + max(five - three, 0) * others // 2)
-    return largest
-
-
-def program_temporaries(job: Job, mesh: Mesh, card: Card | Tpu, program: str) -> int:
-    """Bytes of temporaries of one of the engine's programs."""
-    with kernels_pallas.assume_device(card.capability, card.name, card.platform):  # for the form of pages
-        call = engine_call(job, mesh, program)
-    with target_card(card, mesh):
-        lowered = call.program.lower(*to_shapes(call.args, mesh))
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-
-def with_few_layers(job: Job, times: int) -> Job:
-    """The job with only `times` layers of each kind."""
-    config = job.config
-    layers = [*dict.fromkeys(config.layers)] * times
-    layers.sort(key=lambda layer: getattr(layer.attention, "shares_kv", False))  # these stay the last
-    few = dataclasses.replace(config, layers=tuple(layers), num_hidden_layers=len(layers))
-    return dataclasses.replace(job, config=few)
-
-
-def engine_call(job: Job, mesh: Mesh, program: str) -> Call:
-    """The call of "engine_decode" or "engine_prefill" of an engine over a mesh."""
-    config = with_repeated_kv_heads(job.config, mesh.size)
-    to_sharded = functools.partial(sharded_shapes, mesh=mesh, devices=mesh.size)
-    weights = jax.tree.map(to_sharded, param_specs(job.config), device_weights(job, mesh.size))
-    sizes = job.rows, job.context, job.context - 1
-    return find_call(ProgramJob(config, weights, job.kv, *sizes, chunk=job.chunk), program)

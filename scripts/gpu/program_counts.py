@@ -27,41 +27,35 @@ class Operation:
     op_name: str
     read: float  # bytes, of one run
     written: float
+    copied: tuple[Array, ...]  # results that are copied, gathered or converted whole
+    is_launched: bool  # on a TPU: it takes cycles, or moves bytes
     times: float = 1
-    copied: tuple[Array, ...] = ()  # results that are copied, gathered or converted whole
-    is_launched: bool = True  # on a TPU: it takes cycles, or moves bytes
 
     @property
     def bytes(self) -> float:
         return self.times * (self.read + self.written)
 
 
-@dataclasses.dataclass
-class Counts:
+class Counts(list[Operation]):
     """What one run of a program, or of a part of it, does."""
-
-    operations: list[Operation] = dataclasses.field(default_factory=list)
 
     @property
     def bytes(self) -> float:
-        return sum(operation.bytes for operation in self.operations)
+        return sum(operation.bytes for operation in self)
 
     @property
     def launches(self) -> float:
-        return sum(operation.times for operation in self.operations if operation.is_launched)
+        return sum(operation.times for operation in self if operation.is_launched)
 
     def add(self, other: "Counts", times: float = 1) -> None:
-        self.operations += [dataclasses.replace(o, times=o.times * times) for o in other.operations]
+        self += [dataclasses.replace(o, times=o.times * times) for o in other]
 
-
-def whole_copies(
-    counts: Counts, leaves: Collection[tuple[int, ...]], least: int = _LEAST_LEAF
-) -> list[Operation]:
-    """Returns the operations that copy, gather or convert an array of the size of a leaf of the cache or the
-    weights. least: elements of the smallest leaf that counts.
-    """
-    sizes = {math.prod(shape) for shape in leaves if math.prod(shape) >= least}
-    return [o for o in counts.operations if any(array.size in sizes for array in o.copied)]
+    def whole_copies(self, leaves: Collection[tuple[int, ...]], least: int = _LEAST_LEAF) -> list[Operation]:
+        """Returns the operations that copy, gather or convert an array of the size of a leaf of the cache or
+        the weights. least: elements of the smallest leaf that counts.
+        """
+        sizes = {math.prod(shape) for shape in leaves if math.prod(shape) >= least}
+        return [o for o in self if any(array.size in sizes for array in o.copied)]
 
 
 class ProgramCounter:
@@ -92,9 +86,8 @@ class ProgramCounter:
         self._found: dict[str, Counts] = {}
         self._step = ""  # the computation of a step
 
-    def step_and_around(self) -> tuple[Counts, Counts]:
-        """Returns the counts of one iteration of the outermost loop, the one with the longest body, and of
-        what runs before and after it.
+    def of_step(self) -> Counts:
+        """Returns the counts of one iteration of the outermost loop, the one with the longest body.
 
         Raises:
             ValueError: the program has no loop of unknown trip count.
@@ -107,25 +100,21 @@ class ProgramCounter:
         self._step = main.called("body")
         step = Counts()
         for key in ("condition", "body"):
-            step.add(self.of(main.called(key)))
-        return step, self._of_computation(entry, without=main.name)
+            step.add(self._of(main.called(key)))
+        return step
 
     def of_call(self) -> Counts:
         """Returns the counts of a run of the module."""
-        return self.of(self._module.entry)
+        return self._of(self._module.entry)
 
-    def of(self, name: str) -> Counts:
+    def _of(self, name: str) -> Counts:
         """Returns the counts of one run of a computation."""
         if name not in self._found:
-            self._found[name] = self._of_computation(self._module.computations[name])
-        return self._found[name]
-
-    def _of_computation(self, computation: Computation, without: str = "") -> Counts:
-        counts = Counts()
-        for instruction in computation.instructions:
-            if instruction.name != without:
+            counts = self._found[name] = Counts()
+            computation = self._module.computations[name]
+            for instruction in computation.instructions:
                 self._add(counts, computation, instruction)
-        return counts
+        return self._found[name]
 
     def _add(self, counts: Counts, computation: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode
@@ -136,16 +125,16 @@ class ProgramCounter:
             trips = self._trips if known is None else known
             tests = trips + 1 if known is None or self._is_tpu else 0  # the host of a GPU counts itself
             if tests:
-                counts.add(self.of(instruction.called("condition")), tests)
-            counts.add(self.of(instruction.called("body")), trips)
+                counts.add(self._of(instruction.called("condition")), tests)
+            counts.add(self._of(instruction.called("body")), trips)
         elif opcode == "conditional":
-            parts = [*map(self.of, instruction.branches)]
+            parts = [*map(self._of, instruction.branches)]
             is_of_step = computation.name == self._step
             counts.add(parts[self._branch] if is_of_step else min(parts, key=lambda part: part.bytes))
         elif opcode in ("call", "call-start") or opcode == "async-start" and not self._is_tpu:
-            counts.add(self.of(instruction.called("to_apply") or instruction.called("calls")))
+            counts.add(self._of(instruction.called("to_apply") or instruction.called("calls")))
         else:
-            counts.operations.append(self._operation(computation, instruction))
+            counts.append(self._operation(computation, instruction))
 
     def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
         read, written = operation_bytes(self._module, computation, instruction)
@@ -153,13 +142,12 @@ class ProgramCounter:
             operands = [computation.by_name[name].arrays[0] for name in instruction.operands]
             read = self._kernel_bytes(instruction, operands)
             written = 0.0
-        takes_time = bool(read + written or instruction.estimated_cycles)
         return Operation(
             instruction.name,
             PALLAS.get(instruction.target, instruction.target or instruction.opcode),
             instruction.op_name,
             read,
             written,
-            copied=copied_arrays(self._module, computation, instruction),
-            is_launched=not self._is_tpu or takes_time,
+            copied_arrays(self._module, computation, instruction),
+            is_launched=not self._is_tpu or bool(read + written) or instruction.takes_cycles,
         )

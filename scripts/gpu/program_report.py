@@ -1,9 +1,9 @@
-"""Compiles a program at two depths for a GPU or TPU, and reports per layer, beside the layers and for the
-whole model: bytes, launched operations, copies and temporaries, next to the bytes that it has to move.
+"""Compiles a program at two depths for a GPU or TPU, and reports bytes, launched operations, copies and
+temporaries of a step: per layer, next to the layers, and for the whole model. The bytes that a step has to
+move stand beside.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,53 +16,21 @@ import kernels_pallas
 from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
-from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
-from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter, whole_copies
-from gpu.programs import (
-    DRAFT_TOKENS,
-    LOOPS,
-    ProgramJob,
-    find_call,
-    layer_period,
-    target_card,
-    to_shapes,
-    with_held_adapters,
-)
-from gpu.tile_bytes import is_in_hbm
-from xinfer_jax.adapters.adapter import row_matrices
+from gpu.plan_estimates import device_weights, visible_kv_bytes
+from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter
+from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.weights.params import tree_bytes
 
 MIB = 2**20
-_MOST_LAYERS = 48  # of a model that is compiled for a TPU as it is
-
-
-# --- the job ------------------------------------------------------------------------------------------------
 
 
 def _at_depth(full: ProgramJob, weights: str, count: int) -> ProgramJob:
     """Returns the job of a model with its first layers only."""
     config = dataclasses.replace(full.config, num_hidden_layers=count)
-    job = Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk)
-    return dataclasses.replace(full, config=config, params=device_weights(job, 1))
-
-
-def _chosen_depths(full: ProgramJob, card: Card | Tpu) -> tuple[int, int]:
-    """Returns two depths whose difference is that of whole periods of layers. For a TPU the model's own,
-    unless it is deep, and one whose layers have twice the weights that VMEM holds, since XLA keeps those of
-    fewer layers there during the whole loop.
-    """
-    period = layer_period(full.config)
-    layers = full.config.num_hidden_layers
-    if isinstance(card, Card):
-        return 2 * period, 4 * period
-    of_layer = tree_bytes(full.params["layers"]) / layers
-    few = max(1, math.ceil(2 * card.vmem_mib * MIB / of_layer / period)) * period
-    if layers > _MOST_LAYERS:
-        return few, few + 4 * period
-    return (few, layers) if few < layers else (max(1, layers // 2), layers)
+    return dataclasses.replace(full, config=config, params=device_weights(config, weights, 1))
 
 
 def _caches(job: ProgramJob, program: str) -> Any:
@@ -96,14 +64,13 @@ def _tokens(job: ProgramJob, program: str) -> int:
     return {
         "prefill": job.length,
         "engine_prefill": job.chunk,
-        "verify": 1 + (job.draft_tokens or DRAFT_TOKENS),
-        "engine_decode": 1 + job.draft_tokens,
+        "verify": 1 + DRAFT_TOKENS,
     }.get(program, 1)
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     """Returns the bytes that a step or call has to move: weights (of experts those chosen), valid keys and
-    values, recurrent states read and written, the rows' adapters, and the logits written once and read once.
+    values, recurrent states read and written, and the logits written once and read once.
     """
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
@@ -115,18 +82,14 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     keys = rows * visible_kv_bytes(config, job.kv, length)
     positions = rows * (tokens if program in LOOPS else 1)
     least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
-    if job.adapters:
-        numbers = sum(job.rank * sum(spec.shape) for spec in row_matrices(config).values())
-        itemsize = job.params["final_norm"].dtype.itemsize
-        least["adapters"] = min(rows, job.adapters) * numbers * itemsize
     of_state = state_bytes(config)
     return least | ({"states": 2 * rows * of_state} if of_state else {})
 
 
 def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results:
-    of a cache the valid tokens, and nothing if the kernel appends to it; of experts and adapters those that
-    the rows have. The text does not say what a kernel reads.
+    of a cache the valid tokens, and nothing if the kernel appends to it; of experts those that the rows
+    chose. The text does not say what a kernel reads.
     """
     rows = 1 if program == "engine_prefill" else job.rows
     length = min(job.length, job.capacity)
@@ -137,10 +100,6 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
             parts[x.size] = min(1.0, rows * length / slots)
     for x in jax.tree.leaves([layer.get("experts", ()) for layer in job.params["layers"]]):
         parts[x.size] = expert_fraction(job.config, rows * _tokens(job, program))
-    for spec in row_matrices(job.config).values() if job.adapters else ():
-        for size in spec.shape:
-            stack = (job.adapters + 1) * job.rank * size
-            parts[stack] = min(rows, job.adapters) / (job.adapters + 1)
     caches = {x.size for x in jax.tree.leaves(_caches(job, program)) if len(x.shape) == 4}
 
     def moved(call: Instruction, operands: list[Array]) -> float:
@@ -150,7 +109,7 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
         total = 0.0
         for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
-                if not is_in_hbm(array):
+                if not array.is_in_hbm:
                     continue
                 is_append = at in aliased and array.size in caches
                 total += 0.0 if is_append else array.bytes * parts.get(array.size, 1.0)
@@ -159,18 +118,13 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     return moved
 
 
-# --- compiling ----------------------------------------------------------------------------------------------
-
-
 class _Compiled(NamedTuple):
     """A program of so many layers, and what it does."""
 
     layers: int
     temporaries: int  # bytes
     step: Counts  # of one iteration of the outermost loop, or of the whole call
-    around: Counts  # before and after the loop
-    step_copies: list[Operation]  # of whole leaves
-    around_copies: list[Operation]
+    copies: list[Operation]  # of whole leaves
 
 
 # Modules and bytes of temporaries, by their text before compilation: settings do not change a program.
@@ -181,7 +135,7 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
     """Compiles one of `PROGRAMS`, and counts it."""
     mesh = card.mesh()
     job = dataclasses.replace(job, params=to_shapes(job.params, mesh))
-    call = find_call(with_held_adapters(job), program)
+    call = find_call(job, program)
     with target_card(card, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
         lowered = traced.lower(lowering_platforms=(card.platform,))
@@ -191,25 +145,18 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
             temporaries = compiled.memory_analysis().temp_size_in_bytes
             _programs[text] = parse_module(compiled.as_text()), temporaries
     module, temporaries = _programs[text]
-    is_sampled = program == "sampled" or job.sampled
-    branch = 0 if is_sampled else -1  # of the conditional on whether all rows are greedy
+    branch = 0 if program == "sampled" else -1  # of the conditional on whether all rows are greedy
     counter = ProgramCounter(module, _kernel_bytes(job, program), branch=branch, is_tpu=isinstance(card, Tpu))
-    step, around = counter.step_and_around() if program in LOOPS else (counter.of_call(), Counts())
-    leaves = _leaf_shapes(job, program)
-    copies = (whole_copies(counts, leaves) for counts in (step, around))
-    return _Compiled(job.config.num_hidden_layers, temporaries, step, around, *copies)
+    step = counter.of_step() if program in LOOPS else counter.of_call()
+    copies = step.whole_copies(_leaf_shapes(job, program))
+    return _Compiled(job.config.num_hidden_layers, temporaries, step, copies)
 
-
-# --- the report ---------------------------------------------------------------------------------------------
 
 _PARTS = ("per_layer", "beside", "whole")
 _FIGURES: dict[str, tuple[str, float, Callable[[_Compiled], float]]] = {  # title, unit, value
     "bytes": ("MB moved", 1e6, lambda c: c.step.bytes),
     "launches": ("operations launched", 1, lambda c: c.step.launches),
-    "copies": ("copies of weights or cache", 1, lambda c: sum(o.times for o in c.step_copies)),
-    "copied_bytes": ("  MB", 1e6, lambda c: sum(o.bytes for o in c.step_copies)),
-    "around_copies": ("around the loop: such copies", 1, lambda c: sum(o.times for o in c.around_copies)),
-    "around_copied_bytes": ("  MB", 1e6, lambda c: sum(o.bytes for o in c.around_copies)),
+    "copies": ("copies of weights or cache", 1, lambda c: sum(o.times for o in c.copies)),
     "temporaries": ("MiB of temporaries", MIB, lambda c: c.temporaries),
 }
 
@@ -225,10 +172,14 @@ def report(
         program: one of `PROGRAMS`.
         card: to compile for.
         depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
-            without figures per layer; None: two that suit the card.
+            without figures per layer; None: two and four periods of the layers' kinds; for a TPU, whose XLA
+            keeps the weights of few layers in VMEM during the whole loop, the model's own depth.
     """
-    depths = depths or _chosen_depths(full, card)
-    layers = full.config.num_hidden_layers if len(depths) > 1 else depths[0]
+    layers = full.config.num_hidden_layers
+    if depths is None:
+        period = layer_period(full.config)
+        depths = (layers,) if isinstance(card, Tpu) else (2 * period, 4 * period)
+    layers = layers if len(depths) > 1 else depths[0]
     with kernels_pallas.assume_device(card.capability, card.name, card.platform):  # for the form of arrays
         *fewer, more = (_compile_program(_at_depth(full, weights, n), program, card) for n in depths)
         least = least_bytes(_at_depth(full, weights, layers), program)
@@ -241,7 +192,6 @@ def report(
         return {"per_layer": per_layer, "beside": whole - layers * per_layer, "whole": whole}
 
     figures = {name: parts(of) for name, (_, _, of) in _FIGURES.items()}
-    copied = [("step", more.step_copies), ("around", more.around_copies)]
     return dict(
         program=program,
         layers=layers,
@@ -249,30 +199,20 @@ def report(
         **{part: {name: of[part] for name, of in figures.items()} for part in _PARTS},
         least=least,
         ratio=figures["bytes"]["whole"] / sum(least.values()),
-        temporaries_limit=64 * MIB + least["logits"],
-        kernels=Counter(o.op_name for o in more.step.operations if o.kind in PALLAS.values()),
-        copied=[(where, str(o.copied[0]), o.bytes, o.op_name) for where, found in copied for o in found],
-        largest=[
-            (o.name, o.kind, o.times, o.bytes, o.op_name)
-            for o in sorted(more.step.operations, key=lambda o: -o.bytes)[:32]
-        ],
+        kernels=Counter(o.op_name for o in more.step if o.kind in PALLAS.values()),
+        copied=[(str(o.copied[0]), o.bytes, o.op_name) for o in more.copies],
     )
 
 
-def print_report(result: dict[str, Any], all_operations: bool) -> None:
-    """Prints the figures of one program. all_operations: those that move most, too."""
+def print_report(result: dict[str, Any]) -> None:
+    """Prints the figures of one program."""
     depth = f"{result['layers']} layers"
     print(f"{result['program']:34}{'a layer':>12}{'beside':>12}{depth:>12}  (compiled: {result['depths']})")
     for name, (title, unit, _) in _FIGURES.items():
         print(f"  {title:32}" + "".join(f"{result[part][name] / unit:12,.2f}" for part in _PARTS))
     least = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in result["least"].items())
-    limit = result["temporaries_limit"] / MIB
-    print(
-        f"  moved / least: {result['ratio']:.3f} (least, MB: {least}); temporaries at most {limit:,.1f} MiB"
-    )
+    print(f"  moved / least: {result['ratio']:.3f} (least, MB: {least})")
     for path, times in result["kernels"].items():
         print(f"  Pallas {times}x {path}")
-    for where, array, size, op_name in result["copied"]:
-        print(f"  COPY {where}: {array} {size / 1e6:,.2f} MB: {op_name}")
-    for name, kind, times, size, op_name in result["largest"] * all_operations:
-        print(f"  {times:6g}x {size / 1e6:9.3f} MB {kind:12} {name}: {op_name}")
+    for array, size, op_name in result["copied"]:
+        print(f"  COPY {array} {size / 1e6:,.2f} MB: {op_name}")

@@ -6,17 +6,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 import kernels_pallas
 from gpu.card_specs import Card, Tpu
-from xinfer_jax.adapters.adapted_params import with_adapters
-from xinfer_jax.adapters.adapter import init_adapter
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
@@ -35,8 +32,7 @@ from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.sampling_config import SamplingConfig
-from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
-from xinfer_jax.weights.adapted_weight import AdaptedWeight
+from xinfer_jax.sharding import REPLICATED
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
@@ -55,11 +51,7 @@ class ProgramJob:
     rows: int
     capacity: int  # tokens that a row can hold
     length: int  # valid tokens of each row after the step, or tokens of the prompt
-    sampled: bool = False  # an engine's rows sample
-    draft_tokens: int = 0  # of a step of an engine
     chunk: int = CHUNK
-    adapters: int = 0  # that are held; row i has adapter i modulo their number
-    rank: int = 16  # of these
 
     @property
     def cache_dtype(self) -> str:
@@ -102,7 +94,7 @@ def _run(job: ProgramJob, program: str) -> None:
             device.prefill(0, pages, [0] * job.chunk, start, job.capacity, True)
         used = num_pages_for(job.length)
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
-        device.decode(tables, 1, False, not job.sampled, {})
+        device.decode(tables, 1, False, True, {})
     call = _generate_call(job, program)
     executor = TracedExecutor(RunConfig(), _stop)
     if program == "prefill":
@@ -121,12 +113,12 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
     prompt = [0] * (job.length if program == "prefill" else job.length - 1)
     options = GenerateOptions(
         job.capacity - len(prompt),
-        SAMPLED if program == "sampled" or job.sampled else SamplingConfig(),
+        SAMPLED if program == "sampled" else SamplingConfig(),
         eos_token_ids=(),
         capacity=job.capacity,
         cache_dtype=job.cache_dtype,
         draft="lookup" if program == "verify" else None,
-        draft_tokens=job.draft_tokens or DRAFT_TOKENS,
+        draft_tokens=DRAFT_TOKENS,
     )
     keys = jax.random.wrap_key_data(np.zeros((job.rows, 2), np.uint32), impl="threefry2x32")
     return validate_call(job.params, job.config, [prompt] * job.rows, options, keys)
@@ -142,24 +134,14 @@ def _cache(job: ProgramJob, length: int) -> KVCache:
 
 def engine_device(job: ProgramJob) -> Device:
     """An engine's device whose rows have all sampled their first token; its pools are shapes."""
-    mesh = concrete_mesh_of(job.params)
     pages = job.rows * num_pages_for(job.capacity) + 1
-    draft = dict(draft="lookup", draft_tokens=job.draft_tokens) if job.draft_tokens else {}
     sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
-    shape = EngineShape(**sizes, **draft)
+    shape = EngineShape(**sizes)
     device = Device(job.params, job.config, shape, _stop, dry_run=True)
-    if mesh is not None:
-        to_sharded = partial(_sharded, mesh)
-        device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
-        device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
-    call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
+    call = _generate_call(dataclasses.replace(job, rows=1), "decode")
     row = device.new_rows([NewRow(call)])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
-
-
-def _sharded(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _repeat(x_1: Any, rows: int) -> Any:
@@ -175,33 +157,10 @@ def _after_first_token(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, context=context)
 
 
-def with_held_adapters(job: ProgramJob) -> ProgramJob:
-    """The job, its parameters with the adapters of its rows."""
-    if not job.adapters:
-        return job
-    dtype = job.params["final_norm"].dtype
-    adapter = jax.eval_shape(partial(init_adapter, job.config, rank=job.rank, dtype=dtype), jax.random.key(0))
-    adapter_B: Any = np.arange(job.rows, dtype=np.int32) % job.adapters
-    add = partial(with_adapters, adapter_B=adapter_B)
-    params = jax.eval_shape(add, job.params, [adapter] * job.adapters)
-
-    def known(leaf: Any) -> Any:  # the kernels' counts need to know which adapters the rows have
-        return dataclasses.replace(leaf, adapter_B=adapter_B) if isinstance(leaf, AdaptedWeight) else leaf
-
-    is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)  # noqa: E731
-    return dataclasses.replace(job, params=jax.tree.map(known, params, is_leaf=is_adapted))
-
-
-# --- depth --------------------------------------------------------------------------------------------------
-
-
 def layer_period(config: ModelConfig) -> int:
     """The number of layers after which the kinds of layers repeat."""
     kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-
-
-# --- compiling for a card -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

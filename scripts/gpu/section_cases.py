@@ -27,8 +27,7 @@ class Case(NamedTuple):
 
     name: str
     run: Callable[[], dict[str, Any]]  # returns its results; `ok` False is a failure
-    # optional: an exception is no failure. shape, by: its place in the table.
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {}  # that are recorded too
 
 
 def unusable_reason(platform: str) -> str | None:

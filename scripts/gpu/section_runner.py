@@ -15,14 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 START = 10.0  # seconds: with less time left, a section is not started (importing JAX takes most of it)
-_NOT_FIGURES = {"event", "section", "case", "name", "ok", "optional", "traceback"}
-_PIP = {"absl": "absl-py", "jax": "'jax[cuda13]'"}
+_NOT_FIGURES = {"event", "section", "case", "name", "ok", "traceback"}
+_PACKAGES = {  # that sections need, and what installs them
+    "absl": "absl-py", "jax": "'jax[cuda13]'", "numpy": "numpy", "safetensors": "safetensors",
+    "tokenizers": "tokenizers", "jinja2": "jinja2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Section:
 
     name: str
     seconds: float  # time limit; less if the run has less time left
-    needs: tuple[str, ...] = ()  # required modules, besides JAX
 
 
 class Unsupported(Exception):
@@ -54,17 +56,11 @@ def is_failure(record: dict[str, Any]) -> bool:
     return record.get("ok") is False
 
 
-def missing_packages(modules: Iterable[str]) -> str | None:
-    """Returns a message that names the missing modules and how to install them; None: all are installed."""
-    absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    packages = " ".join(_PIP.get(name, name) for name in absent)
-    return f"{', '.join(absent)} missing here: pip install {packages}" if absent else None
-
-
 def require_packages(program: str) -> None:
-    """Exits with one line if a package is missing that each section needs."""
-    if missing := missing_packages(("absl", "jax", "numpy")):
-        print(f"{program}: {missing}", file=sys.stderr)
+    """Exits with one line that says what to install if a package is missing."""
+    if absent := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        packages = " ".join(_PACKAGES[name] for name in absent)
+        print(f"{program}: {', '.join(absent)} missing here: pip install {packages}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -84,8 +80,8 @@ def run_sections(
     end = time.monotonic() + 60 * minutes
     for section in sections:
         left = end - time.monotonic()
-        why = missing_packages(section.needs) or (f"{max(left, 0):.0f} s were left" if left < START else None)
-        if why:
+        if left < START:
+            why = f"{max(left, 0):.0f} s were left"
             add_record(out, event="section", section=section.name, name="not run", why=why, ok=None)
         else:
             _run_section(section, command, out, min(section.seconds, left), env)
@@ -113,8 +109,8 @@ def _run_section(
             how = "done"
             break
         if last["event"] == "begin":
-            died = {"event": "result", "section": section.name, "error": how, "stderr": stderr}
-            add_record(out, **last | died | {"ok": None if last.get("optional") else False})
+            died = {"event": "result", "section": section.name, "error": how, "stderr": stderr, "ok": False}
+            add_record(out, **last | died)
         if not events or end - time.monotonic() < START:
             break
         first = last["case"] + 1
@@ -140,9 +136,6 @@ def _run_child(command: list[str], seconds: float, env: dict[str, str] | None) -
     if code is None:
         return f"still running after {seconds:.0f} s: killed", text
     return f"ended with exit code {code} before its last case", text
-
-
-# --- the table ----------------------------------------------------------------------------------------------
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

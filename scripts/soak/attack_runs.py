@@ -6,6 +6,7 @@ connects from 127.0.0.1, the second client from 127.0.0.2, and /health is reques
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+import xinfer_jax
 from soak.attacks import ATTACKS, CALL, CHAT, COMPLETIONS, Attack, Call
-from soak.reranker import write_reranker
 from soak.server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
 from xinfer_jax.errors import InputError
 
@@ -62,6 +63,23 @@ def serving(options: Sequence[str], attack: Attack) -> Iterator[Server]:
             yield server
         finally:
             server.kill()
+
+
+def write_reranker(path: Path) -> Path:
+    """Writes the bundled model with a token for each of yes and no, and returns its directory. "y" with "es",
+    and "n" with "o", replace the last two merges of the tokenizer.
+    """
+    shutil.copytree(Path(xinfer_jax.__file__).parent / "assets", path)
+    file = path / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    model = settings["model"]
+    words = {i: word for word, i in model["vocab"].items()}
+    for number, merge in enumerate((["y", "es"], ["n", "o"]), 1):
+        words[model["vocab"]["".join(model["merges"][-number])]] = "".join(merge)
+        model["merges"][-number] = merge
+    model["vocab"] = {word: i for i, word in words.items()}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    return path
 
 
 def warm_up(server: Server) -> None:

@@ -6,14 +6,12 @@ a line on standard input and stops at the next one. Its last line counts the sta
 than `MOST_REQUESTS`.
 """
 
-import contextlib
 import dataclasses
 import http.client
 import json
 import os
 import random
 import select
-import socket
 import sys
 import threading
 import time
@@ -23,112 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from soak import hostile_adapters, hostile_grammars, raw_requests
-
-HOST = "127.0.0.1"
-
-
-@dataclasses.dataclass
-class Target:
-    """The attacked server.
-
-    Attributes:
-        headers: headers of each request.
-        end: `time.monotonic()` at which all waiting ends.
-        source: the address from which the attacker connects.
-    """
-
-    port: int
-    headers: dict[str, str]
-    end: float
-    source: str = HOST
-
-    def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        raw = socket.socket()
-        if receive_buffer:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        raw.settimeout(max(0.1, self.end - time.monotonic()))
-        raw.bind((self.source, 0))
-        raw.connect((HOST, self.port))
-        return raw
-
-    def head(self, path: str, length: int) -> bytes:
-        headers = dict(self.headers, host=f"{HOST}:{self.port}") | {"content-length": length}
-        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return "\r\n".join([*lines, "", ""]).encode()
-
-
-def post(target: Target, path: str, body: bytes) -> str:
-    """Sends a request and reads the response."""
-    seconds = max(0.1, target.end - time.monotonic())
-    connection = http.client.HTTPConnection(
-        HOST, target.port, timeout=seconds, source_address=(target.source, 0)
-    )
-    try:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the server answered before the end of the body
-            connection.request("POST", path, body, target.headers)
-        answer = connection.getresponse()
-        start = answer.read(300)
-        while answer.read(2**16):
-            pass
-        return str(answer.status) if answer.status == 200 else f"{answer.status} {start.decode()}"
-    finally:
-        connection.close()
-
-
-def post_as_user(target: Target, path: str, body: bytes) -> str:
-    """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
-    headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
-    return post(dataclasses.replace(target, headers=headers), path, body)
-
-
-def post_as_admin(target: Target, path: str, body: bytes) -> str:
-    """`post` with the key of an admin."""
-    headers = target.headers | {"authorization": f"Bearer {hostile_adapters.ADMIN_KEY}"}
-    return post(dataclasses.replace(target, headers=headers), path, body)
-
-
-def send_and_disconnect(target: Target, path: str, body: bytes, least: float, most: float) -> str:
-    """Sends a request and disconnects after some seconds."""
-    with contextlib.closing(target.connect()) as raw:
-        raw.sendall(target.head(path, len(body)) + body)
-        time.sleep(random.uniform(least, most))
-        raw.setblocking(False)
-        try:
-            response = raw.recv(300).decode()
-        except BlockingIOError:
-            return "left"
-        return "left" if " 200 " in response[:20] or not response else response.split(" ", 1)[1]
-
-
-def hold(target: Target, path: str, body: bytes) -> str:
-    """Sends a request, or nothing if the path is empty, and reads nothing until the server closes the
-    connection.
-    """
-    with contextlib.closing(target.connect(4096)) as raw:
-        if path:
-            raw.sendall(target.head(path, len(body)) + body)
-        poll = select.poll()
-        poll.register(raw, select.POLLRDHUP)
-        closed = poll.poll(1e3 * max(0.0, target.end - time.monotonic()))
-        return "closed" if closed else "open"
-
-
-def drip(target: Target, path: str, body: bytes) -> str:
-    """Sends one byte per second: of the body, or of the head if there is no body."""
-    with contextlib.closing(target.connect()) as raw:
-        head = target.head(path, len(body))
-        if body:
-            raw.sendall(head)
-        for byte in body or head:
-            if time.monotonic() > target.end:
-                return "open"
-            raw.sendall(bytes([byte]))
-            time.sleep(1)
-    return "sent"
-
+from soak import hostile_adapters, hostile_grammars, senders
+from soak.senders import HOST, Target, hold, post, post_as_admin, post_as_user, send_and_disconnect
 
 MOST_REQUESTS = 20_000
 PAUSE = 1.0  # seconds before the next request of a worker whose last one was rejected
@@ -166,6 +60,10 @@ def _body(**fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
+def _completion(**fields: Any) -> RawRequest:
+    return COMPLETIONS, _body(**fields)
+
+
 def _prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(1900) for _ in range(length)] for _ in range(count)]
@@ -183,8 +81,7 @@ def _shrinking(path: str, named_size: int, head: str, unit: str, tail: str, cont
 
 
 def _flood(_: int) -> list[list[RawRequest]]:
-    rows = _prompts(500, 50)
-    return [[(COMPLETIONS, _body(prompt=row, max_tokens=200, ignore_eos=True))] for row in rows]
+    return [[_completion(prompt=row, max_tokens=200, ignore_eos=True)] for row in _prompts(500, 50)]
 
 
 def _echo(count: int, length: int, _: int) -> list[list[RawRequest]]:
@@ -192,8 +89,7 @@ def _echo(count: int, length: int, _: int) -> list[list[RawRequest]]:
     fields = dict(max_tokens=0, echo=True, logprobs=1)
     sizes = (count, min(count, 120))
     return [
-        [(COMPLETIONS, _body(prompt=_prompts(size, length, seed), **fields)) for size in sizes]
-        for seed in range(2)
+        [_completion(prompt=_prompts(size, length, seed), **fields) for size in sizes] for seed in range(2)
     ]
 
 
@@ -201,9 +97,7 @@ def _prompt_logprobs(context: int) -> list[list[RawRequest]]:
     """A long prompt that is returned with 20 alternatives in each of 128 answers, and of 4; also streamed."""
     row = _prompts(1, context - 100)[0]
     fields = dict(prompt=row, max_tokens=1, echo=True, logprobs=20)
-    return [
-        [(COMPLETIONS, _body(n=n, stream=stream, **fields)) for n in (128, 4)] for stream in (False, True)
-    ]
+    return [[_completion(n=n, stream=stream, **fields) for n in (128, 4)] for stream in (False, True)]
 
 
 def _embeddings(context: int) -> list[list[RawRequest]]:
@@ -233,7 +127,7 @@ def _answers(_: int) -> list[list[RawRequest]]:
             sizes = [many | dict(n=n) for n in (128, 32, 8)]
         else:
             sizes = [best | dict(best_of=n) for n in (128, 32, 8)]
-        chains.append([(COMPLETIONS, _body(**size)) for size in sizes])
+        chains.append([_completion(**size) for size in sizes])
     return chains
 
 
@@ -265,7 +159,7 @@ def _allowed(_: int) -> list[list[RawRequest]]:
 
 def _logprobs(count: int, _: int, **fields: Any) -> list[list[RawRequest]]:
     fields |= dict(logprobs=20, temperature=1.0, ignore_eos=True)
-    return [[(COMPLETIONS, _body(prompt=row, **fields))] for row in _prompts(count, 20)]
+    return [[_completion(prompt=row, **fields)] for row in _prompts(count, 20)]
 
 
 def _ids(path: str, field: str, named_size: int, unit: str, context: int) -> list[list[RawRequest]]:
@@ -305,19 +199,19 @@ def _biases(_: int) -> list[list[RawRequest]]:
     rows = [[i] for i in range(1024)]
     bias = {str(i): 1.5 for i in range(300)}
     fields = dict(max_tokens=16, logit_bias=bias, ignore_eos=True)
-    return [[(COMPLETIONS, _body(prompt=rows[:count], **fields)) for count in (1024, 4)]]
+    return [[_completion(prompt=rows[:count], **fields) for count in (1024, 4)]]
 
 
 def _storm(_: int) -> list[list[RawRequest]]:
     bodies = [dict(prompt=row, max_tokens=400, ignore_eos=True) for row in _prompts(16, 300)]
-    return [[(COMPLETIONS, _body(**body, stream=i % 2 == 0, n=1 + i % 8))] for i, body in enumerate(bodies)]
+    return [[_completion(**body, stream=i % 2 == 0, n=1 + i % 8)] for i, body in enumerate(bodies)]
 
 
 def _long_answers(context: int) -> list[list[RawRequest]]:
     """Answers as long as the context, each of a client of its own."""
     fields = dict(max_tokens=context - 58, ignore_eos=True)
     rows = enumerate(_prompts(16, 50))
-    return [[(COMPLETIONS, _body(prompt=row, user=f"10.0.0.{i}", **fields))] for i, row in rows]
+    return [[_completion(prompt=row, user=f"10.0.0.{i}", **fields)] for i, row in rows]
 
 
 def _half_letters(context: int) -> list[list[RawRequest]]:
@@ -325,20 +219,20 @@ def _half_letters(context: int) -> list[list[RawRequest]]:
     common = dict(max_tokens=context - 100, ignore_eos=True, stop=["never"], stream=True)
     half = dict(common, allowed_token_ids=[172])  # the first byte of a character of four bytes
     grams = dict(common, no_repeat_ngram_size=400, allowed_token_ids=[100, 101])
-    return [[(COMPLETIONS, _body(prompt="Hello", **body))] for body in (half, grams)]
+    return [[_completion(prompt="Hello", **body)] for body in (half, grams)]
 
 
 def _grammars(_: int) -> list[list[RawRequest]]:
     """Six chains through all hostile grammars, each from another one on."""
     found = [*hostile_grammars.named().values(), *hostile_grammars.corpus()]
-    bodies = [(COMPLETIONS, _body(prompt="a", max_tokens=1, **{field: value})) for field, value in found]
+    bodies = [_completion(prompt="a", max_tokens=1, **{field: value}) for field, value in found]
     return [bodies[at:] + bodies[:at] for at in range(0, 6 * 35, 35)]
 
 
 def _compiles(_: int) -> list[list[RawRequest]]:
     """Schemas that compile without end; none is sent twice."""
     schemas = [dict(type="integer", multipleOf=9699690 + i) for i in range(360)]
-    bodies = [(COMPLETIONS, _body(prompt="a", max_tokens=9, guided_json=schema)) for schema in schemas]
+    bodies = [_completion(prompt="a", max_tokens=9, guided_json=schema) for schema in schemas]
     return [bodies[i::6] for i in range(6)]
 
 
@@ -353,13 +247,13 @@ def _breakers(_: int) -> list[list[RawRequest]]:
     draw = random.Random(0)
     sets = [draw.sample("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", 16) for _ in range(1600)]
     fields = dict(prompt="a", max_tokens=1, dry_multiplier=0.8)
-    bodies = [(COMPLETIONS, _body(dry_sequence_breakers=texts, **fields)) for texts in sets]
+    bodies = [_completion(dry_sequence_breakers=texts, **fields) for texts in sets]
     return [bodies[i::8] for i in range(8)]
 
 
 def _ambiguous(_: int) -> list[list[RawRequest]]:
     fields = dict(prompt="a", max_tokens=500, guided_grammar=hostile_grammars.AMBIGUOUS, stream=True)
-    return [[(COMPLETIONS, _body(**fields))]]
+    return [[_completion(**fields)]]
 
 
 def _adapters(_: int) -> list[list[RawRequest]]:
@@ -370,16 +264,8 @@ def _adapters(_: int) -> list[list[RawRequest]]:
     return [bodies[at:] + bodies[:at] for at in range(len(bodies))]
 
 
-def _nothing(_: int) -> list[list[RawRequest]]:
-    return [[("", b"")]]
-
-
 def _same(path: str, *bodies: bytes) -> Callable[[int], list[list[RawRequest]]]:
     return lambda _: [[(path, body)] for body in bodies]
-
-
-def _trickle(_: int) -> list[list[RawRequest]]:
-    return [[(COMPLETIONS, b"")], [(COMPLETIONS, _body(prompt="Hello", max_tokens=200, stop=["x" * 200]))]]
 
 
 _UNLIMITED = (
@@ -433,6 +319,10 @@ ATTACKS = dict(
         "16 clients that disconnect within 0.3 s, a deadline of 2 s", 16, _storm,
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
     ),
+    crowd=Attack(
+        "200 clients, of which three in ten disconnect within 0.2 s", 200, _flood, senders.post_or_leave,
+        flags=_UNLIMITED,
+    ),
     slots=Attack(
         "answers of 1,990 tokens for 8 clients, one for each slot", 8, _long_answers, post_as_user,
         flags=("--trusted_proxy=127.0.0.1",),
@@ -463,11 +353,16 @@ ATTACKS = dict(
         "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, growth=500, rotates=True,
         prepare=hostile_adapters.write,
     ),
-    idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
-    trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),
+    idle=Attack(
+        "400 idle connections without a key, 200 files", 400, _same("", b""), hold, files=200, keyed=True
+    ),
+    trickle=Attack(
+        "200 requests sent at one byte per second, with a head alone or with a body", 200,
+        _same(COMPLETIONS, b"", _body(prompt="Hello", max_tokens=200, stop=["x" * 200])), senders.drip,
+    ),
     tiny_chunks=Attack(
         "bodies without a key in chunks of one byte × 8", 8, _same(COMPLETIONS, b"1\r\na\r\n" * 40_000),
-        raw_requests.chunks, keyed=True,
+        senders.chunks, keyed=True,
     ),
     chunks=Attack(
         "the same, in chunks of 1 kB, and with headers of 8 kB × 64", 64,
@@ -475,33 +370,33 @@ ATTACKS = dict(
             COMPLETIONS, (b"400\r\n" + b"a" * 1024 + b"\r\n") * 250,
             (b"100;" + b"a" * 8000 + b"\r\n" + b"a" * 256 + b"\r\n") * 30,
         ),
-        raw_requests.chunks, keyed=True,
+        senders.chunks, keyed=True,
     ),
     heads=Attack(
         "8,092 lines in a head or in trailers, or a long path, without a key × 8", 8,
         lambda _: [
-            [(COMPLETIONS, raw_requests.LINES)], [(COMPLETIONS, raw_requests.TRAILERS)],
-            [(raw_requests.TARGET, b"\r\n")],
+            [(COMPLETIONS, senders.LINES)], [(COMPLETIONS, senders.TRAILERS)],
+            [(senders.TARGET, b"\r\n")],
         ],
-        raw_requests.heads, keyed=True,
+        senders.heads, keyed=True,
     ),
     requests=Attack(
         "small requests without a key, each on a new connection × 64", 64,
-        _same(COMPLETIONS, b"content-length: 2\r\n\r\n{}"), raw_requests.heads, keyed=True,
+        _same(COMPLETIONS, b"content-length: 2\r\n\r\n{}"), senders.heads, keyed=True,
     ),
     tiny_reads=Attack(
-        "bodies in segments of one byte × 128", 128, _same(COMPLETIONS, b""), raw_requests.tiny_reads
+        "bodies in segments of one byte × 128", 128, _same(COMPLETIONS, b"a"), senders.tiny_reads
     ),
     pipelined=Attack(
-        "1,000 requests at once without a key × 200", 200, _same(COMPLETIONS, b"{}"), raw_requests.pipelined,
+        "1,000 requests at once without a key × 200", 200, _same(COMPLETIONS, b"{}"), senders.pipelined,
         keyed=True,
     ),
     unfinished=Attack(
         "1,060 bodies without their last byte, from 5 addresses", 1060, _same(COMPLETIONS, b"{}"),
-        raw_requests.unfinished,
+        senders.unfinished, clients=5,
     ),
     unfinished_large=Attack(
-        "the same × 100 of 4 MiB", 100, _same(COMPLETIONS, b"{" * LARGEST), raw_requests.unfinished
+        "the same × 100 of 4 MiB", 100, _same(COMPLETIONS, b"{" * LARGEST), senders.unfinished, clients=5
     ),
 )  # fmt: skip
 

@@ -2,10 +2,11 @@
 soak_engine.py and tests.
 """
 
+import contextlib
 import dataclasses
 import random
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,20 +22,19 @@ _SMALL = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, rms_norm_eps=1e-6, eos_token_id=3,
     tie_word_embeddings=True,
 )  # fmt: skip
-SHAPES = dict(
-    qwen2=_SMALL | dict(model_type="qwen2"),
-    gemma3=_SMALL
-    | dict(
-        model_type="gemma3_text", sliding_window=96, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    qwen3_moe=_SMALL
-    | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
-    qwen3_5=_SMALL
-    | dict(
-        model_type="qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, linear_conv_kernel_dim=4, full_attention_interval=2,
+_MORE: dict[str, dict] = dict(
+    qwen2={},
+    gemma3=dict(sliding_window=96, layer_types=["sliding_attention", "full_attention"] * 2),
+    qwen3_moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+    qwen3_5=dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_conv_kernel_dim=4, full_attention_interval=2,
     ),
 )  # fmt: skip
+_TYPES = dict(gemma3="gemma3_text", qwen3_5="qwen3_5_text")  # where they have other names
+SHAPES = {
+    family: _SMALL | dict(model_type=_TYPES.get(family, family)) | more for family, more in _MORE.items()
+}
 _SETTINGS: tuple[dict, ...] = (
     {},
     {},
@@ -61,6 +61,23 @@ class RandomRequest:
     key: jax.Array
     more: dict  # further arguments of `submit`
     cancel: bool
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Inside, the list gets an entry for each program that is compiled."""
+    found: list[str] = []
+
+    def record(event: str, _: float, **__: object) -> None:
+        if "/core/compile/" in event:
+            found.append(event)
+
+    jax.random.key(0)  # the programs of the caller's own keys
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
 
 
 def random_model(family: str, quantize: str | None) -> xj.Model:
@@ -130,7 +147,7 @@ def check(
     `compared` whose tokens differ from `generate`. further: arguments of the engine to which the requests
     come together, as devices of prompts; alone they go to one without.
     """
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         engine = stack.enter_context(xj.Engine(model, **shape, **further))
         single = stack.enter_context(xj.Engine(model, **shape)) if further else engine
         submitted = []

@@ -46,14 +46,11 @@ def write(folder: Path) -> tuple[str, ...]:
 def _tensors(rank: int) -> dict[str, Any]:
     """The header of an adapter of the query matrices."""
     config = json.loads((SCRIPTS.parent / "xinfer_jax" / "assets" / "config.json").read_text())
-    width = config["hidden_size"]
-    outputs = config["num_attention_heads"] * (
-        config.get("head_dim") or width // config["num_attention_heads"]
-    )
+    width = config["hidden_size"]  # also of all heads
     header = {}
     end = 0
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in (("lora_A", [rank, width]), ("lora_B", [outputs, rank])):
+        for name, shape in (("lora_A", [rank, width]), ("lora_B", [width, rank])):
             start, end = end, end + 4 * shape[0] * shape[1]
             tensor = f"base_model.model.model.layers.{layer}.self_attn.q_proj.{name}.weight"
             header[tensor] = dict(dtype="F32", shape=shape, data_offsets=[start, end])

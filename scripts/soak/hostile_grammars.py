@@ -79,17 +79,28 @@ def named() -> dict[str, Hostile]:
 def corpus(count: int = 200, seed: int = 0) -> list[Hostile]:
     """So many hostile grammars, each of other sizes."""
     draw = random.Random(seed)
-    makers = [_deep, _wide, _ambiguous, _huge, _contradictory]
-    return [draw.choice(makers[i % len(makers)](draw))() for i in range(count)]
+    return [draw.choice(_kinds(draw))() for _ in range(count)]
 
 
-Makers = list[Callable[[], Hostile]]
-
-
-def _deep(draw: random.Random) -> Makers:
+def _kinds(draw: random.Random) -> list[Callable[[], Hostile]]:
+    """Deep, wide, ambiguous, huge and contradictory ones, of drawn sizes."""
     depth = draw.choice([50, 300, 1000, 3000])
     applied = draw.choice(["anyOf", "allOf", "oneOf"])
+    count = draw.choice([100, 600, 2000, 5000])
+    name = draw.choice(["^q{i}$", "q{i}", "^(a|b)*{i}"])
+    choices = "".join(f'"x{i}" start | ' for i in range(count))
+    times = draw.randint(2, 12)
+    forms = " | ".join(" ".join(["start"] * i) for i in range(2, times + 2))
+    rules = "".join(f"x{i + 1}: x{i} | x{i} x{i} | x{i} x{i + 1}\n" for i in range(times))
+    optional = "x?" * times * 30
+    number = draw.choice([1000, 20_000, 10**6, 10**9])
+    low = draw.randint(2, 40)
+    primes = [draw.choice([2, 3, 5, 7, 11, 13, 17, 19, 23, 29]) for _ in range(low)]
+    pattern = draw.choice(["^{c}", "^.{{{i}}}$", "^(.*[a-f]){{{i}}}[^{c}]*$"])
+    repeats = " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(low % 9 + 1))
+    properties = {"a" * i: {"type": "integer"} for i in range(1, low)}
     return [
+        # Deep.
         lambda: _rules(depth),
         lambda: _chain(depth, lambda ref: {applied: [ref]}),
         lambda: _chain(depth, lambda ref: dict(type="object", properties=dict(a=ref), required=["a"])),
@@ -97,6 +108,38 @@ def _deep(draw: random.Random) -> Makers:
         lambda: ("guided_grammar", f"start: {'(' * depth}A{')?' * depth}\nA: /a/"),
         lambda: ("guided_grammar", f"start: A\nA: /{'(' * depth}a{'|b)' * depth}/"),
         lambda: _nested(draw, depth),
+        # Wide.
+        lambda: _optional(count),
+        lambda: _objects(count),
+        lambda: _names(count, name),
+        lambda: ("guided_choice", [f"choice {draw.random()}" for _ in range(count)]),
+        lambda: _json(anyOf=[{"type": "array", "items": {"const": i}} for i in range(count)]),
+        lambda: _json(type="array", prefixItems=[{"type": ["string", "null"]}] * count),
+        lambda: ("guided_grammar", f'start: {choices} "y"'),
+        # Ambiguous.
+        lambda: ("guided_grammar", f"start: {forms} | T\nT: /(?s:.)/"),
+        lambda: ("guided_grammar", f"start: x{times}\nx0: T | T x0\n{rules}T: /[a-z ]+/"),
+        lambda: ("guided_regex", f"(.*a){{{times * 8}}}.*"),
+        lambda: ("guided_regex", f"(a|b)*a(a|b){{{times * 10}}}"),
+        lambda: ("guided_grammar", f"start: (A | B | C)*\nA: /.*{optional}/\nB: /(.|\\n)*y/\nC: /[^q]*/"),
+        lambda: _json(anyOf=[{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(times * 20)]),
+        # Huge.
+        lambda: _json(type="string", minLength=number, maxLength=number * 2),
+        lambda: _json(type="array", items={"type": "integer"}, minItems=number),
+        lambda: _json(type="integer", multipleOf=number + draw.randrange(1, 999)),
+        lambda: ("guided_regex", f"[a-z]{{{number}}}(b{{{number}}})?"),
+        lambda: ("guided_grammar", f"start: A~{number}..{number * 2}\nA: /a|b/"),
+        lambda: _json(type="number", minimum=10 ** -(number % 300), maximum=1e300),
+        lambda: ("guided_regex", r"[\w\W&&[^\d]]" * min(number, 3000)),
+        lambda: _json(type="object", additionalProperties={"const": "x" * min(number, 200_000)}),
+        # Contradictory.
+        lambda: _json(type="integer", minimum=low, maximum=low - 1),
+        lambda: _multiples(primes),
+        lambda: _patterns(low * 3, pattern),
+        lambda: _json(allOf=[{"type": "string"}, {"type": "integer"}, {"enum": list(range(low))}]),
+        lambda: ("guided_grammar", f"start: A\nA: {repeats}"),
+        lambda: _json(type="object", required=[f"r{i}" for i in range(low * 20)], maxProperties=1),
+        lambda: _json(type="object", properties=properties, patternProperties={"^a+$": {"type": "null"}}),
     ]
 
 
@@ -109,64 +152,3 @@ def _nested(draw: random.Random, depth: int) -> Hostile:
         if len(str(nested)) > 2**15:
             break
     return "guided_json", nested
-
-
-def _wide(draw: random.Random) -> Makers:
-    count = draw.choice([100, 600, 2000, 5000])
-    name = draw.choice(["^q{i}$", "q{i}", "^(a|b)*{i}"])
-    choices = "".join(f'"x{i}" start | ' for i in range(count))
-    return [
-        lambda: _optional(count),
-        lambda: _objects(count),
-        lambda: _names(count, name),
-        lambda: ("guided_choice", [f"choice {draw.random()}" for _ in range(count)]),
-        lambda: _json(anyOf=[{"type": "array", "items": {"const": i}} for i in range(count)]),
-        lambda: _json(type="array", prefixItems=[{"type": ["string", "null"]}] * count),
-        lambda: ("guided_grammar", f'start: {choices} "y"'),
-    ]
-
-
-def _ambiguous(draw: random.Random) -> Makers:
-    times = draw.randint(2, 12)
-    forms = " | ".join(" ".join(["start"] * i) for i in range(2, times + 2))
-    rules = "".join(f"x{i + 1}: x{i} | x{i} x{i} | x{i} x{i + 1}\n" for i in range(times))
-    optional = "x?" * times * 30
-    return [
-        lambda: ("guided_grammar", f"start: {forms} | T\nT: /(?s:.)/"),
-        lambda: ("guided_grammar", f"start: x{times}\nx0: T | T x0\n{rules}T: /[a-z ]+/"),
-        lambda: ("guided_regex", f"(.*a){{{times * 8}}}.*"),
-        lambda: ("guided_regex", f"(a|b)*a(a|b){{{times * 10}}}"),
-        lambda: ("guided_grammar", f"start: (A | B | C)*\nA: /.*{optional}/\nB: /(.|\\n)*y/\nC: /[^q]*/"),
-        lambda: _json(anyOf=[{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(times * 20)]),
-    ]
-
-
-def _huge(draw: random.Random) -> Makers:
-    number = draw.choice([1000, 20_000, 10**6, 10**9])
-    return [
-        lambda: _json(type="string", minLength=number, maxLength=number * 2),
-        lambda: _json(type="array", items={"type": "integer"}, minItems=number),
-        lambda: _json(type="integer", multipleOf=number + draw.randrange(1, 999)),
-        lambda: ("guided_regex", f"[a-z]{{{number}}}(b{{{number}}})?"),
-        lambda: ("guided_grammar", f"start: A~{number}..{number * 2}\nA: /a|b/"),
-        lambda: _json(type="number", minimum=10 ** -(number % 300), maximum=1e300),
-        lambda: ("guided_regex", r"[\w\W&&[^\d]]" * min(number, 3000)),
-        lambda: _json(type="object", additionalProperties={"const": "x" * min(number, 200_000)}),
-    ]
-
-
-def _contradictory(draw: random.Random) -> Makers:
-    low = draw.randint(2, 40)
-    primes = [draw.choice([2, 3, 5, 7, 11, 13, 17, 19, 23, 29]) for _ in range(low)]
-    pattern = draw.choice(["^{c}", "^.{{{i}}}$", "^(.*[a-f]){{{i}}}[^{c}]*$"])
-    repeats = " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(low % 9 + 1))
-    properties = {"a" * i: {"type": "integer"} for i in range(1, low)}
-    return [
-        lambda: _json(type="integer", minimum=low, maximum=low - 1),
-        lambda: _multiples(primes),
-        lambda: _patterns(low * 3, pattern),
-        lambda: _json(allOf=[{"type": "string"}, {"type": "integer"}, {"enum": list(range(low))}]),
-        lambda: ("guided_grammar", f"start: A\nA: {repeats}"),
-        lambda: _json(type="object", required=[f"r{i}" for i in range(low * 20)], maxProperties=1),
-        lambda: _json(type="object", properties=properties, patternProperties={"^a+$": {"type": "null"}}),
-    ]

@@ -18,7 +18,8 @@ from typing import Any
 
 from script_paths import SCRIPTS
 
-from soak.attacks import HOST, Attack
+from soak.attacks import Attack
+from soak.senders import HOST
 from xinfer_jax.errors import InputError
 
 SHAPE = dict(rows=8, capacity=2048, pages=300)
@@ -31,15 +32,15 @@ MOST_MEMORY = 10 * 2**10  # MiB; above, the server is killed, to protect the mac
 class Server:
     """A server process and its child processes."""
 
-    def __init__(self, folder: Path, options: Sequence[str], attack: Attack | None):
+    def __init__(self, folder: Path, options: Sequence[str], attack: Attack):
         """options: flags that name a model."""
         self.log = folder / "log"
         self.headers = {"content-type": "application/json"}
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]
-        flags = ["--port=0", f"--grace={GRACE}", *shape, *options, *(attack.flags if attack else ())]
-        if attack and attack.prepare:
+        flags = ["--port=0", f"--grace={GRACE}", *shape, *options, *attack.flags]
+        if attack.prepare:
             flags += attack.prepare(folder)
-        if attack and attack.keyed:
+        if attack.keyed:
             keys = folder / "keys"
             keys.write_text("second-client\n", encoding="utf-8")
             self.headers["authorization"] = "Bearer second-client"
@@ -50,7 +51,7 @@ class Server:
         # Kills the server when its standard input is closed, that is when this process ends in any way.
         guard = ["sh", "-c", f"read _; kill -9 {self.process.pid}"]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-        if attack and attack.files:
+        if attack.files:
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (attack.files, attack.files))
         self.port = 0
         self._wait_until_ready()

@@ -1,6 +1,7 @@
-"""Requests to a server: many clients, a flood, and malformed requests; for soak_serve.py and tests."""
+"""A server in this process and malformed requests to it, for soak_serve.py and tests."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import http.client
@@ -97,7 +98,8 @@ def _send_cut(port: int, path: str, data: bytes, rng: random.Random) -> None:
         f"{json_head}transfer-encoding: chunked\r\n\r\nzz\r\n",
         f"NONSENSE {'a' * rng.randrange(5000)}\r\n\r\n",
     ])  # fmt: skip
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    with connection as raw, contextlib.suppress(OSError):  # the server may close it first
         cut = head.encode() + data
         cut = cut[: rng.randrange(1, len(cut))]
         half = len(cut) // 2
@@ -106,53 +108,6 @@ def _send_cut(port: int, path: str, data: bytes, rng: random.Random) -> None:
         raw.sendall(cut[half:])
         if rng.random() < 0.5:
             raw.shutdown(socket.SHUT_WR)
-
-
-def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
-    """Runs clients for some seconds; 30% of their requests disconnect. Counts the answers, and those that
-    differ from the answers alone.
-    """
-    rng = random.Random(3)
-    prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
-    settings = dict(max_tokens=30, temperature=1.0, ignore_eos=True, return_token_ids=True)
-    bodies = [dict(settings, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
-
-    def ask(i: int) -> Any:
-        status, text = post(port, PATHS[0], json.dumps(bodies[i]).encode())
-        return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
-
-    alone = [ask(i) for i in range(len(bodies))]
-    counts = dict(answers=0, left=0)
-    wrong = list[int]()
-    end = time.monotonic() + seconds
-
-    def client(number: int) -> None:
-        client_rng = random.Random(number)
-        while time.monotonic() < end:
-            i = client_rng.randrange(len(prompts))
-            if client_rng.random() < 0.3:
-                stream = client_rng.random() < 0.5
-                _send_and_disconnect(port, dict(bodies[i], stream=stream), client_rng.random() * 0.2)
-                counts["left"] += 1
-                continue
-            counts["answers"] += 1
-            if ask(i) != alone[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return dict(counts, wrong=len(wrong))
-
-
-def _send_and_disconnect(port: int, body: dict[str, Any], after: float) -> None:
-    data = json.dumps(body).encode()
-    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
-        raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        time.sleep(after)
 
 
 def wait_idle(service: Service, seconds: float) -> bool:
@@ -168,51 +123,9 @@ def wait_idle(service: Service, seconds: float) -> bool:
     return False
 
 
-def time_call(port: int) -> float:
-    """Seconds of a small call."""
-    start_s = time.perf_counter()
-    post(port, PATHS[0], json.dumps(dict(prompt="Hello", max_tokens=8, ignore_eos=True, seed=1)).encode())
-    return time.perf_counter() - start_s
-
-
 def resident() -> float:
     """Anonymous memory of this process in MiB, without free memory that the allocator keeps."""
     gc.collect()
     release_free_memory()
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
-
-
-def flood(port: int, count: int, keys: tuple[str, str]) -> dict[str, float]:
-    """Milliseconds to the first token of one client, alone and while another client has sent `count`
-    requests.
-    """
-
-    def ttft_ms(key: str, max_tokens: int) -> float:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        body = dict(prompt=prompt(200), max_tokens=max_tokens, stream=True, ignore_eos=True)
-        head = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        start_s = time.perf_counter()
-        connection.request("POST", PATHS[0], json.dumps(body).encode(), head)
-        lines = iter(connection.getresponse())
-        next(line for line in lines if line.startswith(b"data: {"))
-        seconds = time.perf_counter() - start_s
-        list(lines)
-        connection.close()
-        return 1e3 * seconds
-
-    def prompt(tokens: int) -> list[int]:
-        return [rng.randrange(1900) for _ in range(tokens)]
-
-    rng = random.Random(1)
-    ttft_ms(keys[0], 8)
-    alone = sorted(ttft_ms(keys[0], 8) for _ in range(9))
-    for _ in range(count):
-        threading.Thread(target=ttft_ms, args=(keys[1], 200), daemon=True).start()
-    time.sleep(3)
-    during_flood = sorted(ttft_ms(keys[0], 8) for _ in range(9))
-    return dict(
-        alone_ms=round(alone[4], 1),
-        beside_ms=round(during_flood[4], 1),
-        times=round(during_flood[4] / alone[4], 2),
-    )

@@ -6,12 +6,12 @@ import random
 import re
 
 import grammar_cases
+import grammar_inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from grammar_cases import CAPACITY, TEXTS
-from soak import grammar_inputs
 
 import xinfer_jax as xj
 from xinfer_jax.grammar.byte_automaton import byte_automaton

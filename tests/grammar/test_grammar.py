@@ -7,11 +7,11 @@ import json
 import re
 
 import grammar_cases
+import grammar_inputs
 import jax
 import numpy as np
 import pytest
 from grammar_cases import CAPACITY, TEXTS
-from soak import grammar_inputs
 
 import xinfer_jax as xj
 from xinfer_jax.errors import NoTokenLeftError

@@ -13,7 +13,7 @@ from xinfer_jax.grammar.token_masks import lark_text
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 pytest.importorskip("jsonschema", reason="the extra `test` is not installed")
-from soak import schema_walks
+import schema_walks
 
 pytestmark = [
     pytest.mark.oldest,

@@ -153,7 +153,7 @@ def test_programs_start_in_one_way():
     del examples["checkout"]
     flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
     # check_gpu and check_tpu check for packages first, and print a table at Ctrl-C.
-    assert {"bench", "compare_programs", "perplexity", "quantize", "train_tiny"} <= flagged
+    assert {"bench", "compare_behaviour", "perplexity", "quantize", "train_tiny"} <= flagged
     for name in flagged | {"chat", "generate"}:
         first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
         assert "launcher" in ast.unparse(first), name

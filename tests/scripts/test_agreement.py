@@ -1,4 +1,4 @@
-"""scripts/gpu/agreement.py: models that are right agree, models made wrong on purpose do not, for ten seeds
+"""scripts/gpu/agreement.py: models that are right agree, models made wrong on purpose do not, for four seeds
 each; comparisons of too few ids fail.
 """
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu import agreement
-from gpu.agreement import Forced, checking_params, float32_params, forced, greedy_agreement, sampled_agreement
+from gpu.agreement import Forced, checking_params, float32_params, forced
 from layer_changes import with_mixer, with_windows
 
 import xinfer_jax as xj
@@ -18,7 +18,7 @@ from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
-SEEDS = range(10)
+SEEDS = range(4)
 PROMPT, TOKENS = 40, 60
 CONFIG = from_hf(
     dict(
@@ -140,8 +140,6 @@ def test_too_few_compared_ids_are_a_failure():
     for few in (random_logits(2, 15), np.ones((2, 400, 50), np.float32)):
         result = agreement.agreement(outputs(few), outputs(few), 10, "bfloat16")
         assert not result["ok"] and "at least 32" in result["too_few"]
-        answer_BT = few.argmax(-1)
-        assert not greedy_agreement(outputs(few), answer_BT, "bfloat16")["ok"]
 
 
 def test_a_wrong_logit_or_id_is_a_failure():
@@ -153,22 +151,3 @@ def test_a_wrong_logit_or_id_is_a_failure():
         assert not agreement.agreement(outputs(wrong_BTV), want, 20, "bfloat16")["ok"]
     other = want._replace(id_BT=(want.id_BT + 1) % 50)  # as from an argmax kernel that is wrong
     assert agreement.agreement(other, want, 20, "bfloat16")["differ"] > 32
-    answer_BT = np.array(want.id_BT)
-    assert greedy_agreement(want, answer_BT, "bfloat16")["ok"]
-    answer_BT[0, 3] = logits_BTV[0, 3].argmin()
-    assert not greedy_agreement(want, answer_BT, "bfloat16")["ok"]
-
-
-def test_sampled_answers_agree_with_their_keys_only(models):
-    params, tokens_BT, _ = models[0]
-    prompts = tokens_BT[:, :PROMPT].tolist()
-    sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
-    options = xj.GenerateOptions(40, sampling, eos_token_ids=(), cache_dtype="bfloat16", impl="interpret")
-    answers = xj.generate(params, CONFIG, prompts, options, key=jax.random.key(3)).tokens
-    tokens_BT = np.array([prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)])
-    cache = xj.init_cache(CONFIG, 2, 80, "bfloat16")
-    want = forced(params, CONFIG, tokens_BT, cache, PROMPT, "xla")
-    result = sampled_agreement(want, answers, sampling, jax.random.key(3), "bfloat16")
-    assert result["ok"] and result["differ"] == 0 and result["ids_compared"] >= 32
-    for key, other in ((4, sampling), (3, dataclasses.replace(sampling, temperature=1.2))):
-        assert not sampled_agreement(want, answers, other, jax.random.key(key), "bfloat16")["ok"]

@@ -3,10 +3,7 @@ with each other, and bad flags.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,19 +23,6 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 bench = partial(run_script.run, "bench")
 
 
-def process(*flags: str, program: str = "bench") -> subprocess.CompletedProcess:
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    return subprocess.run(
-        [sys.executable, f"scripts/{program}.py", *flags],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("config")
@@ -53,57 +37,25 @@ def is_spread(value: dict, least: float = 0.0) -> bool:
 
 
 def test_bench_figures_agree_with_each_other(directory):
+    """A prompt that is too long is skipped."""
     done = bench(f"--config={directory}", "--prompt_lengths=8,300", "--new_tokens=6", "--batch_sizes=3",
-                 "--ragged", "--repeats=1",
-                 "--probe_mib=8")  # fmt: skip
+                 "--repeats=1", "--probe_mib=8")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
-    assert results["versions"]["jax"] == jax.__version__ and "cores" in results["device"] and results["date"]
+    assert results["jax"] == jax.__version__ and "cores" in results["device"] and results["date"]
     assert re.match(r"python (scripts/)?bench.py --config=", results["command"])
-    (case,) = results["cases"]
-    assert (case["dtype"], case["quantize"], case["load"]["backend"]) == ("float32", "none", "cpu")
-    assert (
-        case["load"]["weight_bytes"] == case["load"]["weight_bytes_per_pass"] and case["load"]["load_s"] > 0
-    )
-    assert (
-        all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
-        and case["limits"]["probes"] >= 2
-    )
-    row, too_long = case["rows"]
+    assert results["weight_bytes"] == results["weight_bytes_per_pass"]
+    assert all(is_spread(results["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
+    row, too_long = results["rows"]
     assert "context limit 256" in too_long["skipped"] and "skipped: prompt of 300" in done.stdout
-    assert row["lengths"] == [8, 6, 4] and row["compile_s"] > 0
     assert row["ttft_s"]["median"] >= row["prefill"]["seconds"]["median"]
-    assert row["prefill_tok_s"]["median"] == pytest.approx(
-        sum(row["lengths"]) / row["prefill"]["seconds"]["median"]
-    )
+    assert row["prefill_tok_s"]["median"] == pytest.approx(24 / row["prefill"]["seconds"]["median"])
     assert row["decode_tok_s"]["median"] == pytest.approx(3 / row["tpot_s"]["median"])
-    assert row["floor_bytes"] == case["load"]["weight_bytes"] + row["cache_bytes"] < row["peak_bytes"]
+    assert results["weight_bytes"] < row["floor_bytes"] < row["peak_bytes"]
     for phase in ("prefill", "decode"):
-        figure = row[phase]
-        limits = case["limits"]
-        assert all(
-            is_spread(figure[name]) for name in ("seconds", "of_limit", "of_bandwidth", "of_matmul_rate")
-        )
-        assert figure["of_limit"]["median"] == max(
-            figure["of_bandwidth"]["median"], figure["of_matmul_rate"]["median"]
-        )
-        for fraction, amount, limit in (
-            ("of_bandwidth", "bytes", "read"),
-            ("of_matmul_rate", "flop", "float32"),
-        ):
-            # The limit that it was compared with.
-            rate = figure[amount] / figure["seconds"]["median"] / figure[fraction]["median"]
-            assert 0.999 * limits[limit]["min"] <= rate <= 1.001 * limits[limit]["max"]
+        assert is_spread(row[phase]["of_limit"]) and row[phase]["bound"] in ("memory", "compute")
     table = next(line for line in done.stdout.splitlines() if line.startswith("   3      8"))
     assert f"{row['peak_bytes'] / 2**20:.0f}" in table
-
-
-def test_bench_of_a_checkpoint(good):
-    done = process(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8")
-    assert (done.returncode, done.stderr) == (0, "")
-    results = json.loads(done.stdout.splitlines()[-1])
-    (case,) = results["cases"]
-    assert case["load"]["weight_bytes"] > case["load"]["weight_bytes_per_pass"]  # untied
 
 
 @pytest.mark.parametrize(
@@ -115,8 +67,8 @@ def test_bench_of_a_checkpoint(good):
         (["--nonsense"], "nonsense"),
         (["--config=no-such-shape"], "no-such-shape"),
         (["--config=qwen2.5-0.5b", "--model=x"], "exclude"),
-        (["--dtypes=float8"], "float8"),
-        (["--quantize=int3"], "int3"),
+        (["--dtype=float8"], "dtype"),
+        (["--quantize=int3"], "quantize"),
         (["--batch_sizes="], "batch_sizes"),
         (["extra"], "extra"),
     ],

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import json
 
+import jax
 import parity_cases
 import pytest
 import run_script
-from behaviour import public_api, recording, records
+import tiny
+from behaviour import programs, public_api, recording, records
 from bench.commit_checkout import write_random_checkpoint
 
 import xinfer_jax as xj
@@ -100,3 +102,11 @@ def test_errors_do_not_say_where_files_are():
         raise xj.InputError("/tmp/abc/wide/llama: xinfer_jax.cache.kv_cache.KVCache at 0x7f00 is wrong")
 
     assert recording.attempt(fail) == "InputError: wide/llama: KVCache is wrong"
+
+
+def test_costs_are_those_of_the_compiled_program(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path))
+    (found,) = programs.programs_of(programs.calls(model)["decode_step"])
+    bytes_of_params = sum(x.nbytes for x in jax.tree.leaves(model.params))
+    assert bytes_of_params < found["arguments"] < 2 * bytes_of_params
+    assert found["flops"] > bytes_of_params // 4 and found["instructions"] > 100

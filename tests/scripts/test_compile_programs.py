@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu.hlo_text import parse_module
-from gpu.program_counts import ProgramCounter, whole_copies
+from gpu.program_counts import ProgramCounter
 from jax import lax
 
 import xinfer_jax as xj
@@ -21,6 +21,7 @@ from xinfer_jax.weights.params import tree_bytes
 LAYER_LAUNCHES = 8
 BESIDE_LAUNCHES = 31
 RATIO = 1.02  # bytes moved by those that a step has to move
+TEMPORARIES = 64 * 2**20  # bytes, without the logits
 
 TEXT = """HloModule jit_f, is_scheduled=true
 
@@ -123,11 +124,10 @@ def calibrated(name: str) -> tuple[Callable, tuple]:
 
 @pytest.mark.full
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["float32", "int8", "prefill", "loop"])
+@pytest.mark.parametrize("name", ["int8", "prefill", "loop"])
 def test_counts_are_what_a_cpu_executes(name, tmp_path):
-    """Operations by name, from a trace of the call; bytes of arguments and results from XLA's buffers. Bytes
-    of operations lie between those of all weights and those of XLA's cost model, which counts what a fusion
-    slices or updates whole.
+    """Operations by name, from a trace of the call. Bytes of operations lie between those of all weights and
+    those of XLA's cost model, which counts what a fusion slices or updates whole.
     """
     function, args = calibrated(name)
     compiled = jax.jit(function).lower(*args).compile()
@@ -143,50 +143,42 @@ def test_counts_are_what_a_cpu_executes(name, tmp_path):
     parts = None, "while", "call", "conditional"
     executed = Counter(event for event in events if opcodes.get(event) not in parts)
     counted = Counter()
-    for operation in counts.operations:
+    for operation in counts:
         counted[operation.name] += operation.times
     assert +counted == executed and sum(executed.values()) > 100
 
-    entry = module.computations[module.entry]
-    memory = compiled.memory_analysis()
-    arguments = sum(i.bytes for i in entry.instructions if i.opcode == "parameter")
-    assert arguments == memory.argument_size_in_bytes
-    assert (
-        entry.root.bytes + 8 * len(entry.root.arrays) == memory.output_size_in_bytes
-    )  # and a pointer to each
     once = ProgramCounter(module).of_call().bytes
     assert tree_bytes(args[0]) < once < compiled.cost_analysis()["bytes accessed"]
 
 
 def test_bytes_of_fusions_are_those_of_their_slices():
-    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
-    found = {launch.name: (launch.read, launch.written) for launch in counts.operations}
+    counts = ProgramCounter(parse_module(TEXT)).of_step()
+    found = {launch.name: (launch.read, launch.written) for launch in counts}
     assert found["row"] == (ROW, ROW)
     assert found["written"] == (ROW, ROW)
     assert found["copied"] == (8 * ROW + 8 * INDEX, 8 * ROW)
 
 
 def test_a_gather_of_a_whole_leaf_is_a_copy_and_an_update_is_none():
-    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
-    assert [launch.name for launch in whole_copies(counts, [(8, 64)], least=1)] == ["copied"]
-    assert whole_copies(counts, [(8, 64)]) == []  # so small that activations may have the size
-    assert whole_copies(counts, [(16, 64)], least=1) == []
+    counts = ProgramCounter(parse_module(TEXT)).of_step()
+    assert [launch.name for launch in counts.whole_copies([(8, 64)], least=1)] == ["copied"]
+    assert counts.whole_copies([(8, 64)]) == []  # so small that activations may have the size
+    assert counts.whole_copies([(16, 64)], least=1) == []
 
 
 def test_loops_and_branches():
     module = parse_module(TEXT)
     counts = ProgramCounter(module, trips=5).of_call()
     launched = Counter()
-    for launch in counts.operations:
+    for launch in counts:
         launched[launch.name] += launch.times
     assert launched["copy.1"] == 3  # of the known trip count
     assert launched["row"] == 5 and "copy.9" not in launched
     assert launched["less"] == 6  # the test of the other loop
-    (step, around) = ProgramCounter(module).step_and_around()
-    assert {"row", "all-reduce.1"} <= {x.name for x in step.operations}
-    assert [x.name for x in around.operations] == ["copy.1"]
-    assert "copy.9" in {x.name for x in step.operations}, "the last branch"
-    other = ProgramCounter(module, branch=0).step_and_around()[0]
+    step = ProgramCounter(module).of_step()
+    assert {"row", "all-reduce.1"} <= {x.name for x in step}
+    assert "copy.9" in {x.name for x in step}, "the last branch"
+    other = ProgramCounter(module, branch=0).of_step()
     assert other.launches == step.launches - 1
 
 
@@ -194,7 +186,7 @@ def test_a_kernel_moves_what_its_caller_says():
     call = '%kernel = bf16[8,64]{1,0} custom-call(%b), custom_call_target="mosaic_gpu_v2"'
     module = parse_module(TEXT.replace("%fixed = ", f"{call}\n  %fixed = "))
     for count, wanted in ((None, 2 * 8 * ROW), (lambda call, operands: float(len(operands)), 1.0)):
-        (kernel,) = [x for x in ProgramCounter(module, count).of_call().operations if x.name == "kernel"]
+        (kernel,) = [x for x in ProgramCounter(module, count).of_call() if x.name == "kernel"]
         assert (kernel.kind, kernel.bytes) == ("mosaic", wanted)
 
 
@@ -208,6 +200,6 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["beside"]["launches"] <= BESIDE_LAUNCHES
     assert decode["whole"]["copies"] == 0, decode["copied"]
     assert decode["ratio"] <= RATIO
-    assert decode["whole"]["temporaries"] <= decode["temporaries_limit"]
+    assert decode["whole"]["temporaries"] <= TEMPORARIES + decode["least"]["logits"]
     # Of each of two layers the append, attention and four products; the greedy token.
     assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]

@@ -1,7 +1,7 @@
 """Writes what the compiled programs of small checkpoints cost, as JSON: a process that
-scripts/compare_programs.py starts for each of two checkouts, in its folder. It uses public names alone.
+scripts/compare_behaviour.py starts for each of two checkouts, in its folder. It uses public names alone.
 
-Arguments: the file to write, the formats, the calls, and the folders of the checkpoints.
+Arguments: the file to write, and the folder with the checkpoints: `programs/NAME`.
 """
 
 import functools
@@ -16,13 +16,8 @@ import numpy as np
 from jax._src import compiler
 
 import xinfer_jax as xj
+from behaviour.saved_files import FORMATS
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": dict(dtype="float32"),
-    "bfloat16": dict(dtype="bfloat16"),
-    "int8": dict(dtype="float32", quantize="int8"),
-    "int4": dict(dtype="float32", quantize="int4"),
-}
 ROWS = 2
 PROMPT = [*range(1, 21)]
 SMALLEST = 20  # instructions: smaller programs are single operations around the others
@@ -59,18 +54,18 @@ def calls(model: xj.Model) -> dict[str, Callable[[], Any]]:
 
 
 def cost(executable: Any) -> dict[str, Any]:
-    """Returns the numbers that `cost_analysis` and `memory_analysis` give of a program, and its size."""
-    module = executable.hlo_modules()[0]
+    """Returns the numbers that `cost_analysis` and `memory_analysis` give of a program, and its size. The
+    name of a program may change.
+    """
     analysis = executable.cost_analysis()
     memory = executable.get_compiled_memory_stats()
     return dict(
-        name=module.name.removeprefix("jit_"),
         flops=int(analysis.get("flops", 0)),
         bytes_accessed=int(analysis.get("bytes accessed", 0)),
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        instructions=module.to_string().count(" = "),
+        instructions=executable.hlo_modules()[0].to_string().count(" = "),
     )
 
 
@@ -94,14 +89,14 @@ def programs_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
     return sorted(large, key=lambda program: [*program.values()])
 
 
-def main(out: str, formats: str, names: str, *folders: str) -> None:
+def main(out: str, work: str) -> None:
     assert Path.cwd() in Path(xj.__file__).parents, "another checkout is imported"
     costs = {}
-    for folder in map(Path, folders):
-        for format_name in formats.split(","):
-            model_calls = calls(xj.load_model(folder, **FORMATS[format_name]))
-            for name in names.split(","):
-                costs[f"{folder.name} {format_name} {name}"] = programs_of(model_calls[name])
+    for folder in sorted(Path(work, "programs").iterdir()):
+        for format_name in ("float32", "bfloat16", "int8", "int4"):
+            for name, call in calls(xj.load_model(folder, **FORMATS[format_name])).items():
+                found = {str(i): program for i, program in enumerate(programs_of(call))}
+                costs[f"programs: {folder.name} {format_name} {name}"] = found
     Path(out).write_text(json.dumps(costs, indent=1), encoding="utf-8")
 
 
