@@ -87,22 +87,6 @@ def test_a_saved_prefix_loads_with_the_same_bits(model, tmp_path):
 
 
 @pytest.mark.full
-def test_a_bfloat16_prefix_is_saved_exactly(model, tmp_path):
-    first = run(model, FIRST, keep_prefix=True, capacity=32)
-    layers = jax.tree.map(lambda x: x.astype("bfloat16"), first.prefix.cache.layers)
-    cache = dataclasses.replace(first.prefix.cache, layers=layers)
-    xj.save_prefix(
-        tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config
-    )
-    loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
-    num_tokens = len(first.prefix.tokens[1])
-    np.testing.assert_array_equal(
-        loaded.cache.v[0][1, :, :num_tokens].astype("float32"),
-        cache.v[0][1, :, :num_tokens].astype("float32"),
-    )
-
-
-@pytest.mark.full
 def test_options_that_do_not_fit_the_prefix_raise(model):
     prefix = run(model, FIRST, keep_prefix=True, capacity=32).prefix
     for prompts, given, named in (

@@ -1,7 +1,6 @@
 """Files in FP8 whose matrices stay as they are stored: quantize="fp8"."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
@@ -51,11 +50,6 @@ def test_matrices_stay_as_they_are_stored(tmp_path, name):
     model = opened.read()
     wanted = xj.load_model(write(tmp_path / "b", HF, equal), "float32")
     assert check_same(model, wanted) == 7 and model.load_stats.dtype in ("fp8", name)
-    tokens = jnp.arange(1, 25).reshape(2, 12)
-    got, want = (
-        jax.jit(xj.forward, static_argnums=1)(x.params, x.config, tokens)[0] for x in (model, wanted)
-    )
-    np.testing.assert_allclose(got, want, atol=1e-4)
     if name in ("modelopt", "compressed-tensors"):
         with pytest.raises(xj.InputError, match="saved only in the files of a checkpoint"):
             xj.save_model(tmp_path / "c", model.params, model.config, like=path)

@@ -118,7 +118,7 @@ def test_every_format_equals_its_numbers(tmp_path, name):
     wanted = equal_model(tmp_path / "b", HF, equal)
     assert_equal(model, wanted)
     assert_equal(xj.load_model(path, "float32", dequantize=True), wanted)
-    if kind is not None:
+    if name in ("mxfp4-packed", "w4a16-order", "int-quantized"):  # test_quantization.py has other products
         np.testing.assert_allclose(logits(model), logits(wanted), atol=1e-4, rtol=0)
 
 

@@ -125,7 +125,7 @@ def test_select_states_its_reasons():
 
 
 def test_kernels_used_has_the_step():
-    params = xj.init_params(HYBRID, jax.random.key(1), "bfloat16")
+    params = jax.eval_shape(lambda: xj.init_params(HYBRID, jax.random.key(1), "bfloat16"))
     with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
         used = xj.kernels_used(params, HYBRID)
     assert used["delta_step"] == used["delta_prefill"] == ("tpu", "a TPU")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from layer_changes import with_experts
 from parity_cases import CASES
-from random_matrices import FP8, INT4, matrix, quantized_experts
+from random_matrices import FP8, INT4, matrix, quantized_experts, random_params
 
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
@@ -107,7 +107,7 @@ def layer_of(quantize, group):
     config = with_experts(
         dataclasses.replace(CASES["moe-defaults"].config, hidden_size=64), intermediate_size=96
     )
-    layer = xj.init_params(config, jax.random.key(0), "bfloat16")["layers"][0]
+    layer = random_params(config, dtype="bfloat16")["layers"][0]
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, 64), "bfloat16")
     return config, quantized_experts(layer, quantize, group), x_BTD
 

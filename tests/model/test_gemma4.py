@@ -26,7 +26,9 @@ MOE = cases.CASES["gemma4-experts"]
 
 @pytest.fixture(scope="module")
 def model():
-    return family_checks.small_model(CASE)
+    """A layer of each kind, and one of each that uses its keys and values."""
+    types = ["sliding_attention", "full_attention"] * 2
+    return family_checks.small_model(CASE, num_hidden_layers=4, layer_types=types, num_kv_shared_layers=2)
 
 
 def test_layers_differ():

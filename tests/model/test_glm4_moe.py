@@ -34,12 +34,13 @@ TOKENS = np.array([[5, 9, 2, 7, 7, 3, 1, 40, 41, 42, 43, 44]])
 
 @pytest.fixture(scope="module")
 def model():
-    return family_checks.small_model(CASE)
+    """A dense layer and a mixture."""
+    return family_checks.small_model(CASE, num_hidden_layers=2)
 
 
 @cache
 def published() -> dict[str, np.ndarray]:
-    """The tensors of `model` as files have them."""
+    """The tensors of the case as files have them."""
     params, config, _ = family_checks.small_model(CASE)
     return {name: np.asarray(x) for name, x in xj.params_to_tensors(params, config).items()}
 

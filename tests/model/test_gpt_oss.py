@@ -23,11 +23,12 @@ from xinfer_jax.weights.quantized_weight import is_quantized
 pytestmark = pytest.mark.oldest
 
 CASE = cases.CASES["gpt-oss-published"]
+SMALL = cases.Case(CASE.hf | dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return family_checks.small_model(CASE)
+    return family_checks.small_model(SMALL)
 
 
 @pytest.mark.full
@@ -89,7 +90,7 @@ def test_stored_experts(tmp_path, quantize, model):
     params, config, _ = model
     tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    path = tiny.write(tmp_path, CASE.hf, weights=tensors, with_tokenizer=False)
+    path = tiny.write(tmp_path, SMALL.hf, weights=tensors, with_tokenizer=False)
     loaded = xj.load_model(path, dtype="float32", quantize=quantize)
     assert loaded.config == config
     if quantize is None:
@@ -138,6 +139,6 @@ def test_rejected_calls(tmp_path, model):
     tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     del tensors["model.layers.1.mlp.experts.gate_up_proj"]
-    path = tiny.write(tmp_path, CASE.hf, weights=tensors, with_tokenizer=False)
+    path = tiny.write(tmp_path, SMALL.hf, weights=tensors, with_tokenizer=False)
     with pytest.raises(xj.InputError, match=r"missing model.layers.1.mlp.experts.gate_up_proj \[8, 48, 40\]"):
         xj.load_model(path)

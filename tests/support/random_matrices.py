@@ -1,15 +1,29 @@
-"""Random matrices of every format that kernels of products read, and quantized experts."""
+"""Random parameters; matrices of every format that kernels of products read; quantized experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import xinfer_jax as xj
 from kernels_pallas.reference_products import Matrix
 from xinfer_jax.weights.quantization import quantized_stack
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 INT4 = (4, 64, True)
 FP8 = ["fp8", "fp8 by output"]
+
+
+def random_params(config, seed=0, dtype="float32"):
+    """Parameters that NumPy draws: outside a jit `xj.init_params` compiles some forty programs."""
+    draws = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype))
+
+    def leaf(x):
+        noise = draws.standard_normal(x.shape)
+        numbers = noise * x.shape[-1] ** -0.5 if x.ndim > 1 else 1 + 0.1 * noise
+        return jnp.asarray(numbers.astype(x.dtype))
+
+    return jax.tree.map(leaf, shapes)
 
 
 def matrix(draws, kind, outputs, inputs, dtype, bias):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import parity_cases as cases
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.formats.tensors import open_tensors
@@ -27,12 +28,12 @@ WANTED = {"float32"}, {"bfloat16"}
 
 
 def test_made():
-    assert dtypes(xj.init_params(CONFIG, jax.random.key(0), "bfloat16")) == WANTED
+    assert dtypes(jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "bfloat16"))) == WANTED
 
 
 def test_saved_and_loaded(tmp_path):
     """The values are those of float32 to the last bit, and config.json has the dtype of the others."""
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     xj.save_model(tmp_path / "model", params, CONFIG, dtype="bfloat16")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     types = {name: tensor.type for name, tensor in open_tensors(tmp_path / "model").items()}
@@ -46,7 +47,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_converted_and_moved():
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     tensors = xj.params_to_tensors(params, CONFIG)
     assert dtypes(xj.params_from_tensors(CONFIG, tensors, dtype="bfloat16")) == WANTED
     mesh = jax.make_mesh((1,), ("model",))
