@@ -91,3 +91,14 @@ def assert_equals_reference(name, impl, args, by_largest=False):
     is_empty = args[-1] == 0
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[is_empty], y[is_empty]), state, args[2])
     return out
+
+
+def assert_rows_are_alone(name, impl, args):
+    """NaN in row 3 changes no bit of the other rows."""
+    new, weights, old, *numbers = args
+    before = program(name, impl)(*args)
+    poison = partial(jax.tree.map, lambda x: x.at[3].set(np.nan))
+    after = program(name, impl)(poison(new), weights, poison(old), *numbers)
+    others = np.delete(np.arange(len(numbers[0])), 3)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[others], y[others]), before, after)
+    assert np.isnan(after[0][3]).any()
