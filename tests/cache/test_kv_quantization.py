@@ -104,11 +104,10 @@ def talks(model):
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "dtype, most, agree",
-    [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)],
-)
+BYTES = [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)]
+
+
+@pytest.mark.parametrize("dtype, most, agree", full_except((), BYTES, soak=BYTES[:1]))
 def test_cache_bytes_and_top_1_agreement(model, talks, dtype, most, agree):
     """Top-1 agreement, teacher-forced: the first 16 tokens in one call, then one by one."""
     tokens_BT, num_tokens_B, want_BT = talks
@@ -169,10 +168,8 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
         np.testing.assert_allclose(logits_V, found[0], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    full_except((), ["int8", "gear", "float8_e4m3fn", "bfloat16"], soak=["float8_e4m3fn", "bfloat16"]),
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["int8", "gear"])
 def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, dtype, tmp_path):
     """Draft tokens, several answers, a prefix in a file: the same tokens as with this cache alone."""
     model = shallow
@@ -217,7 +214,7 @@ def test_rotating_the_key_bias_separately_equals_rotating_the_key():
 @pytest.mark.full
 @pytest.mark.parametrize(
     "dtype, rope",
-    [("int8", "default"), ("int4", "default"), ("float8_e4m3fn", "default"), ("int8", "dynamic")],
+    [("int4", "default"), ("float8_e4m3fn", "default"), ("int8", "dynamic")],
 )
 def test_large_key_biases_cost_no_precision(shallow, dtype, rope):
     """With a bias of 300 on every key the error of logits stays near that without."""

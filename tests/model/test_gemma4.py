@@ -59,12 +59,6 @@ def test_engine_bits_alone_and_beside_others(model):
 
 
 @pytest.mark.full
-def test_gradients_of_every_leaf(model):
-    """Of layers without keys too: their queries read those of an earlier layer."""
-    family_checks.check_gradients(model)
-
-
-@pytest.mark.full
 def test_negative_scales_of_experts():
     """They count as the positive ones do, also where every expert is computed for all tokens."""
     config = MOE.config

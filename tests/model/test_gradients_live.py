@@ -31,13 +31,16 @@ FAMILIES = (
 QUICK = ("qwen2-gqa-tied-old",)
 # The others are made of the parts of these.
 PARTS = (
-    *QUICK, "moe-some-layers-dense", "gemma2-long-caps", "gemma4-experts", "gpt-oss-published",
-    "phi3-defaults", "bitnet-defaults", "qwen3-next-sparse-step", "glm4-moe-groups",
+    *QUICK, "moe-some-layers-dense", "gemma2-long-caps", "gemma4-experts", "gemma4-shared-kv",
+    "gpt-oss-published", "phi3-defaults", "bitnet-defaults", "qwen3-next-sparse-step", "glm4-moe-groups",
     "lfm2-bias-untied-layer-types",
 )  # fmt: skip
 FEWER_LAYERS = {  # of each kind one
     "moe-some-layers-dense": dict(num_hidden_layers=2),
     "gemma2-long-caps": dict(num_hidden_layers=2),
+    "gemma4-shared-kv": dict(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2
+    ),
     "qwen3-next-sparse-step": dict(num_hidden_layers=3),
     "glm4-moe-groups": dict(num_hidden_layers=2),
 }

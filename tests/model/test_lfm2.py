@@ -58,10 +58,8 @@ def test_chunks_shorter_than_the_convolution():
 
 
 @pytest.mark.full
-def test_tokens_and_gradients(model, out):
-    """Those of the logits without a cache, and with draft tokens."""
+def test_tokens_by_cache_and_drafts(model, out):
     assert family_checks.check_tokens(model) == out.tokens
-    family_checks.check_gradients(family_checks.small_model(BIAS))
 
 
 @pytest.mark.full
