@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from quick import full_except
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.cache.stored_kv import cache_dtype_of, dequantize_kv
@@ -143,7 +144,7 @@ def test_few_tokens_span_few_directions():
 def small_model():
     """One layer of random weights, which compiles fast."""
     config = xj.from_hf(tiny.CONFIG | dict(num_hidden_layers=1, max_position_embeddings=1024))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     return jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params), config
 
 
@@ -268,7 +269,7 @@ def test_unknown_cache_dtypes_raise(model):
 def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
     """With head_dim 320; 256 works."""
     wide = xj.from_hf(tiny.CONFIG | dict(head_dim=320))
-    params = xj.init_params(wide, jax.random.key(0), "float32")
+    params = random_params(wide)
     named = "'gear' .* head_dim 320 exceeds 256: use 'int8' or 'int4'"
     with pytest.raises(xj.InputError, match=named):
         xj.generate(params, wide, PROMPTS, xj.GenerateOptions(4, cache_dtype="gear"))

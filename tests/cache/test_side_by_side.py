@@ -11,6 +11,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 from quick import full_except
+from random_matrices import random_params
 from safetensors.numpy import load_file
 
 import kernels_pallas
@@ -130,7 +131,7 @@ def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
 @pytest.fixture(scope="module")
 def model():
     config = from_hf(tiny.CONFIG)
-    params = xj.init_params(config, jax.random.key(3), "float32")
+    params = random_params(config)
     return xj.Model(params, config)
 
 

@@ -161,7 +161,7 @@ def test_a_model_of_ones_own_arrays():
 
 def test_what_has_no_tensors():
     config, _, _ = published("qwen2-gqa-tied-old")
-    quantized = xj.init_params(config, jax.random.key(0), quantize="int8")
+    quantized = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), quantize="int8"))
     with pytest.raises(xj.InputError, match="only float parameters have tensors; quantized: embed"):
         xj.params_to_tensors(quantized, config)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from paths import SUPPORT
+from random_matrices import random_params
 from run_script import run_on_devices
 from small_models import QWEN
 
@@ -45,7 +46,7 @@ def answers(params, tokens_BT, num_tokens_B, key_data, times=1, cache_dtype=None
     "given", [{}, dict(times=60), dict(cache_dtype="gear")], ids=["plain", "chunks", "gear"]
 )
 def test_shard_map_checks_values_that_vary_between_devices(given):
-    params = jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "float32"))
+    params = jax.eval_shape(lambda: random_params(CONFIG))
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
 
     def run(*args):
@@ -59,7 +60,7 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
 
 def main():
     """With the check and without, on meshes of both axis types: equal results."""
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     outs = []
     for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):
         mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
@@ -99,7 +100,7 @@ def mesh():
 @pytest.mark.parametrize("how", ["closed over", "vmap", "remat"])
 def test_explicit_axes_outside_a_trace(mesh, how):
     """Parameters that are not traced, beside tokens that may be."""
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     tokens_BT = jax.numpy.arange(6).reshape(2, 3) + 1
     want = jax.jit(xj.forward, static_argnums=1)(params, CONFIG, tokens_BT)[0]
     explicit = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, REPLICATED)), params)

@@ -9,6 +9,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from layer_changes import with_experts
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
@@ -187,7 +188,7 @@ def test_tiles_of_one_expert(dtype):
     alone, and at one shape the bits of a row depend neither on its place nor on other rows.
     """
     config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
-    layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
+    layer = random_params(config, dtype=dtype)["layers"][0]
     x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
 
     def together(x_TD, layer):

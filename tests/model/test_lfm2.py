@@ -12,6 +12,7 @@ import pytest
 import tiny
 from family_checks import CACHED, NEW
 from layer_changes import with_mixer
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import LayerSpec
@@ -217,7 +218,7 @@ def test_side_by_side_with_attention_and_another_state():
     delta = GatedDeltaSpec(2, 4, 12, 16, 4)
     layers = ((attention, convolution), (delta, convolution), (convolution,))
     config = dataclasses.replace(config, layers=tuple(map(LayerSpec, layers)))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     prompts = [prompt[:20] for prompt in cases.prompts(CASE)]
     cache = family_checks.check_chunks((params, config, prompts), (3, 4, 20))
     assert [type(layer).__name__ for layer in cache.layers] == [

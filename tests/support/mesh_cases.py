@@ -30,6 +30,7 @@ import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from layer_changes import with_experts
 from parity_cases import CASES, fuse_tensors, random_tensors
+from random_matrices import random_params
 from safetensors.numpy import load_file
 
 import kernels_pallas
@@ -574,7 +575,7 @@ def tensors_by_name() -> None:
     mesh = mesh_of(2)
     for name in ("phi3-defaults", "moe-some-layers-dense", "qwen3-next-sparse-step"):
         config = CASES[name].config
-        params = xj.init_params(config, jax.random.key(0), "float32")
+        params = random_params(config)
         over = jax.device_put(params, xj.shardings(config, mesh))
         tensors = xj.params_to_tensors(over, config)
         jax.tree.map(np.testing.assert_array_equal, tensors, xj.params_to_tensors(params, config))
@@ -597,7 +598,7 @@ def tensors_by_name() -> None:
 
 def _repeated_heads_are_saved_once() -> None:
     config = CASES["qwen3-bias-mqa"].config
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     with tempfile.TemporaryDirectory() as folder:
         one = Path(folder) / "one"
         xj.save_model(one, params, config)
@@ -616,7 +617,7 @@ def _repeated_heads_are_saved_once() -> None:
 def gradients() -> None:
     """Gradients of every leaf, over data and model and with fully sharded parameters, in a caller's jit."""
     config = from_hf(FAMILIES["qwen3_moe"] | dict(num_key_value_heads=8))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
 
     def loss(params: Any, tokens: Any) -> jax.Array:
@@ -645,7 +646,7 @@ def rows_over_data() -> None:
     for name, dtype, shape in (("qwen3_next", None, (2, 2)), ("qwen2", "gear", (4, 1))):
         only = ONE_LAYER if name == "qwen2" else dict(num_hidden_layers=1)  # of linear attention
         config = from_hf(FAMILIES[name] | only)
-        params = xj.init_params(config, jax.random.key(0), "float32")
+        params = random_params(config)
         keys = jax.random.split(jax.random.key(1), 8)
         inputs = np.tile(TOKENS, (4, 1)), np.tile(LENGTHS, 4)
 
@@ -680,7 +681,7 @@ def training() -> None:
     config = from_hf(
         FAMILIES["qwen3_moe"] | dict(mlp_only_layers=[], decoder_sparse_step=1, use_sliding_window=False)
     )
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     over = jax.device_put(params, xj.shardings(config, mesh))
     draws = np.random.default_rng(0).random((*TOKENS.shape, 2, config.num_experts)).argsort(-1)
@@ -732,7 +733,7 @@ def adapters() -> None:
         gradients = [gradient(loaded, x.params, x.config) for x in (one, over)]
         jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
     config = from_hf(FAMILIES["qwen3_moe"] | dict(num_hidden_layers=2))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     adapter = xj.init_adapter(config, jax.random.key(0), 3, ["experts.gate", "experts.down", "router", "o"])
     adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
     divided = jax.device_put(
@@ -749,7 +750,7 @@ def taps() -> None:
     """
     two = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_kv_shared_layers=1)
     config = from_hf(FAMILIES["gemma4"] | two | dict(enable_moe_block=False))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     vector_D = np.random.default_rng(0).standard_normal(config.hidden_size).astype(np.float32)
 
     def edit(hidden_BTD: Any, vector_D: Any) -> Any:
@@ -785,7 +786,7 @@ def explicit_axes() -> None:
     divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
     """
     config = from_hf(FAMILIES["qwen2"] | ONE_LAYER)
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     rows = NamedSharding(mesh, PartitionSpec("data"))
     inputs = jax.tree.map(np.asarray, (TOKENS, LENGTHS))
@@ -883,7 +884,7 @@ def resharded() -> None:
             ):
                 xj.reshard(tree, config, mesh_of(4 if quantize else 3), quantize=quantize)
     config = from_hf(FAMILIES["qwen2"])
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     want = FORWARD(params, config, TOKENS)[0]
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     tp = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tp")
@@ -899,7 +900,7 @@ def resharded() -> None:
 def another_layout() -> None:
     """On a mesh whose devices do not divide the heads the compiler completes the caller's sharding."""
     config = from_hf(FAMILIES["qwen2"])
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     wanted = FORWARD(params, config, TOKENS)[0]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("model",))
     placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
@@ -958,7 +959,7 @@ def experts() -> None:
     check of varying axes.
     """
     config = with_experts(CASES["moe-defaults"].config, intermediate_size=32, num_experts=8)
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     layer = {name: params["layers"][0][name] for name in ("router", "experts")}
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size))
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from parity_cases import CASES
 from quick import full_except
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.backends.cpu import cpu_features, grouped_products, product_table
@@ -247,7 +248,7 @@ def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
     monkeypatch.setattr(product_table, "fast_matmul_types", lambda: frozenset(has.split(",")))
     config = CASES["moe-some-layers-dense"].config
     assert config.experts.intermediate_size < config.hidden_size
-    params = xj.init_params(config, jax.random.key(0), "bfloat16")
+    params = random_params(config, dtype="bfloat16")
     layer = next(layer for layer in params["layers"] if "experts" in layer)
     x_BTD = jax.random.normal(jax.random.key(1), (1, 64, config.hidden_size), "bfloat16")
     in_float32 = jax.tree.map(lambda x: x.astype("float32"), (x_BTD, layer))
