@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import BF16, F32, PAGE, attention_case
+from attention_cases import BF16, F32, PAGE, assert_near, attention_case
 from small_models import QWEN
 
 import kernels_pallas
@@ -24,15 +24,6 @@ pytestmark = [
 
 WIDTH = 512
 EMULATED = ("interpret", "interpret_tpu")
-
-
-def assert_near(got, want):
-    """As in the tests of other widths, which bound the same error of each row."""
-    limit = 1e-5 if got.dtype == F32 else 2e-2
-    got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))
-    whole = np.linalg.norm(want) / np.sqrt(len(want))
-    size = whole if limit == 1e-5 else np.maximum(np.linalg.norm(want, axis=-1), whole / 10)
-    assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()
 
 
 def shape_of_call(draws, seed, width):

@@ -6,7 +6,6 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
-from quick import full_except
 from random_matrices import random_params
 
 import xinfer_jax as xj
@@ -18,17 +17,11 @@ pytestmark = pytest.mark.oldest
 
 CAUSAL = {name: case for name, case in cases.CASES.items() if case.continued_prompts}
 
-LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")  # the others: with --soak
+LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")
 
 
 def not_causal(name):
     return copy.deepcopy(CAUSAL[name].hf) | dict(is_causal=False)
-
-
-def of_each_kind():
-    """A case of each model type, with and without a window."""
-    kind = lambda hf: (hf["model_type"], bool(hf.get("sliding_window")))  # noqa: E731
-    return sorted({kind(case.hf): name for name, case in CAUSAL.items()}.values())
 
 
 def test_a_token_sees_a_window_to_both_sides():
@@ -80,7 +73,8 @@ def test_what_needs_causal_attention_says_so():
             call()
 
 
-@pytest.mark.parametrize("name", full_except((), of_each_kind(), soak={*of_each_kind()} - {*LIVE}))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LIVE)
 def test_logits_are_those_of_transformers(name):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

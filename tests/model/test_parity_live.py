@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-from quick import full_except
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
@@ -28,26 +27,10 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 TOLERANCE = 1e-4  # on logits of order 1 to 10
 DOUBT = 1e-3  # where the two best logits are closer than this, the choice between them may differ
 
-# Every family, also through the cache; test_golden.py holds all the rest.
-GENERATED = (
-    "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied",
-    "llama-dynamic-old", "mistral-window-linear",
-    "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
-    "gemma3-two-ropes-new",
-    "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
-    "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
-    "ministral3-published", "ministral3-window-tied-default-rope",
-    "granite-tied-old", "granite-bias-llama3-new",
-    "arcee-bias-tied-new", "lfm2-published-tied", "glm4-moe-groups", "glm4-moe-one-group-tied",
-)  # fmt: skip
-# Of a family that another case has.
-AGAIN = (
-    "qwen2-long-window", "llama-dynamic-old", "smollm3-bias-yarn", "ministral3-window-tied-default-rope",
-    "granite-bias-llama3-new", "glm4-moe-one-group-tied", "gemma4-shared-kv", "gemma4-unified-shared-kv",
-    "moe-some-layers-dense",
-)  # fmt: skip
 # Of families that test_golden.py does not generate.
-LIVE = ("lfm2-published-tied", "glm4-moe-groups", "ministral3-published", "granite-bias-llama3-new")
+GENERATED = (
+    "lfm2-published-tied", "glm4-moe-groups", "ministral3-published", "granite-bias-llama3-new",
+)  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")
 
@@ -88,7 +71,7 @@ def assert_same_start(ours: list[list[int]], expected: list[list[int]]) -> None:
 # --- models -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", full_except((), GENERATED, soak={*GENERATED} - {*LIVE}))
+@pytest.mark.parametrize("name", GENERATED)
 def test_logits_and_greedy_ids(name):
     """Every logit of every prompt, and the ids of `model.generate`, which uses its own cache."""
     config, params, model = build(name)
@@ -130,15 +113,7 @@ def test_stops_at_the_same_eos():
 # --- files --------------------------------------------------------------------------------------------------
 
 
-SAVED = (
-    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gemma4-unified-shared-kv",
-    "gpt-oss-published", "moe-some-layers-dense",
-    "phi3-longrope-beyond", "gemma3-bidirectional", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared",
-    "qwen3-5-tied",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", full_except((), SAVED, soak=AGAIN))
+@pytest.mark.parametrize("name", cases.FIRST.values())
 def test_transformers_opens_what_is_saved(tmp_path, name):
     """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
     config, params, model = build(name)

@@ -2,22 +2,16 @@
 
 import dataclasses
 import re
-import types
 
 import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
-import parity_cases as cases
 import pytest
 from small_models import build, prompts
 
 import xinfer_jax as xj
-from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
-from xinfer_jax.generation import loop
-from xinfer_jax.model.decoder import Inputs
-from xinfer_jax.model.extras import Extras
 
 pytestmark = pytest.mark.newest
 
@@ -289,34 +283,6 @@ def test_a_tap_has_a_function(how):
     ((name, _),) = how.items()
     with pytest.raises(InputError, match=f"{name} of a Tap must be "):
         xj.Tap(**how)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["mixtral-old", "qwen3-next-sparse-step"])
-def test_taps_beside_routes(name):
-    """Of mixtures, in the loop and in a prompt of several chunks: those of `forward`."""
-    config = cases.CASES[name].config
-    params = cases.params_from(config, cases.random_tensors(config, 1))
-    tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 7))
-    ones_D = np.ones(config.hidden_size, np.float32)
-    taps = {(np.int64(1), "layer"): xj.Tap(ones_D, add), (0, "layer"): xj.Tap()}
-    taps[0, "attention"] = xj.Tap(ones_D, add)
-    cache = xj.init_cache(config, 2, 32)
-    how = dict(return_routes=True, taps=types.MappingProxyType(taps))
-    hidden_BTD, cache, first, _ = xj.run_model(params, config, tokens_BT, cache, **how)
-    logits_BV = xj.unembed(params, config, hidden_BTD[:, -1])
-    settings = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 4
-    got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
-    text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
-    hidden_BTD, _, routes, reads = xj.run_model(params, config, text_BT, **how)
-    logits_BTV = xj.unembed(params, config, hidden_BTD)
-    np.testing.assert_array_equal(logits_BTV[:, 6:-1].argmax(-1), got.tokens_BT)
-    np.testing.assert_array_equal(np.concatenate([first, got.routes[:, :-1]], 1), routes[:, :-1])
-    assert reads == {}
-    empty = xj.init_cache(config, 2, 32)
-    inputs = Inputs(tokens_BT, jnp.full(2, 7))
-    chunks = loop.prefill_chunks(params, config, inputs, Extras(taps=taps), empty, 4, RunConfig("xla"))
-    np.testing.assert_allclose(chunks.hidden, logits_BV, rtol=1e-4, atol=1e-4)
 
 
 def test_stacked_layers_have_no_taps(model):

@@ -409,7 +409,9 @@ def an_engine() -> None:
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
-    options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
+    penalized = dataclasses.replace(DRAWN, repetition_penalty=1.1)
+    settings = xj.SamplingConfig(), DRAWN, penalized, DRAWN
+    options = [xj.GenerateOptions(8, each, eos_token_ids=()) for each in settings]
     noisy = dict(processors=dict(noise=3.0), taps=dict(up=2.0))
     options[3] = dataclasses.replace(options[3], **noisy)
     together_key = jax.random.split(jax.random.key(1), 4)

@@ -408,6 +408,7 @@ _CASES = {
     ),
 }  # fmt: skip
 CASES = {name: Case(hf, _LONG if "-long-" in name else LENGTHS) for name, hf in _CASES.items()}
+FIRST = {case.hf["model_type"]: name for name, case in reversed(CASES.items())}  # of each family
 
 # Compiling the decode loop takes seconds: test_golden.py generates these through the cache, one of a family
 # and of a kind of RoPE that the cache limits; test_parity_live.py those of other families.
