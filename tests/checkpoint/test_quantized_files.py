@@ -488,15 +488,6 @@ def test_awq_and_gptq_saved_in_our_format(tmp_path, name):
     assert again.tokenizer is None and again.load_stats.dtype == "xinfer_jax"
 
 
-def test_8_bit_groups_saved_and_loaded(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32")
-    params = jax.tree.map(
-        lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params
-    )
-    xj.save_model(tmp_path / "to", params, model.config)
-    same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
-
-
 def test_shape_errors_in_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
