@@ -31,10 +31,8 @@ OTHERS = sorted({*LAST.values()} - {*FAMILIES})
 FEWER_LAYERS = {  # of each kind one
     "moe-some-layers-dense": dict(num_hidden_layers=2),
     "gemma2-long-caps": dict(num_hidden_layers=2),
-    "gemma4-shared-kv": dict(
-        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2
-    ),
-    "qwen3-next-sparse-step": dict(num_hidden_layers=3),
+    "gemma4-shared-kv": dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_kv_shared_layers=1),
+    "qwen3-next-sparse-step": dict(num_hidden_layers=2, full_attention_interval=2, mlp_only_layers=[]),
     "glm4-moe-groups": dict(num_hidden_layers=2),
 }
 
