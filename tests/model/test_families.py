@@ -139,7 +139,9 @@ def test_quantized_experts_cannot_be_written(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults"])
+@pytest.mark.parametrize(
+    "name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults", "gpt-oss-published"]
+)
 def test_scales_need_a_norm_to_fold_into(name):
     config, params = build(name)
     with pytest.raises(xj.InputError, match=f"activation-aware.*{config.model_type}.*round to nearest"):

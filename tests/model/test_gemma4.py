@@ -161,8 +161,6 @@ def test_rejected_calls(model):
     inputs_BTD = xj.embed_tokens(params, config, np.array(prompts[:1]))
     with pytest.raises(xj.InputError, match="inputs_BTD is not supported for model_type 'gemma4_text'"):
         xj.score(params, config, np.array(prompts[:1]), inputs_BTD=inputs_BTD)
-    with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gemma4_text'"):
-        awq.scaled_params(params, config, prompts, "int4")
     with pytest.raises(xj.InputError, match="linear attention and Gemma 4 cannot be written"):
         awq.quantized_params(params, "int8")
     with pytest.raises(xj.InputError, match="index of an outlier in a byte, and head_dim 512 exceeds 256"):

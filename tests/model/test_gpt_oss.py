@@ -13,7 +13,6 @@ from layer_changes import with_experts
 
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
@@ -125,12 +124,8 @@ def test_defaults():
     assert config.context_length == 131072
 
 
-def test_rejected_calls(tmp_path, model):
-    params, config, prompts = model
-    with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gpt_oss'"):
-        awq.scaled_params(params, config, prompts, "int4")
-    with pytest.raises(xj.InputError, match="quantized weights of experts"):
-        awq.quantized_params(params, "int8")
+def test_a_missing_stacked_tensor_is_named(tmp_path, model):
+    _, config, _ = model
     tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     del tensors["model.layers.1.mlp.experts.gate_up_proj"]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-import tiny
 from family_checks import CACHED, NEW
 from layer_changes import with_mixer
 
@@ -119,34 +118,6 @@ def test_drafts_are_undone(model, out):
 @pytest.mark.full
 def test_prefixes_reach_to_their_state(model, out, tmp_path):
     family_checks.check_prefix_of_states(model, out, tmp_path / "prefix")
-
-
-def published(hf: dict, tensors: dict[str, np.ndarray]) -> tuple[dict, dict[str, np.ndarray]]:
-    """config.json and tensors of a text model as they are published: nested, with others beside."""
-    text = {k: v for k, v in hf.items() if k not in ("architectures", "tie_word_embeddings")}
-    outer = dict(
-        architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe", text_config=text,
-        vision_config={}, tie_word_embeddings=False,
-    )  # fmt: skip
-    renamed = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
-    others = {"model.visual.patch_embed.bias": np.zeros(3), "mtp.fc.weight": np.zeros((2, 2))}
-    return outer, renamed | {name: x.astype(np.float32) for name, x in others.items()}
-
-
-def test_published_names_and_what_is_not_read(tmp_path):
-    config = MOE.config
-    stored = cases.fuse_tensors(config, cases.random_tensors(config, 3))
-    outer, tensors = published(MOE.hf, {n: np.ascontiguousarray(t) for n, t in stored.items()})
-    path = tiny.write(tmp_path, outer, weights=tensors, with_tokenizer=False)
-    loaded = xj.load_model(path, dtype="float32")
-    assert loaded.load_stats.skipped == ("model.visual.* (1)", "mtp.* (1)")
-    assert loaded.config == config and loaded.config.eos_token_ids == (2,)
-    params = cases.params_from(config, cases.random_tensors(config, 3))
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
-    tensors["model.language_model.layers.0.linear_attn.A_log"][1] = np.nan
-    tiny.write(tmp_path, outer, weights=tensors, with_tokenizer=False)
-    with pytest.raises(xj.InputError, match="linear_attn.A_log holds NaN"):
-        xj.load_model(path, dtype="float32")
 
 
 @pytest.mark.parametrize(

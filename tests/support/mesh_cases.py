@@ -307,7 +307,8 @@ def mxfp4_files() -> None:
             np.testing.assert_array_equal(*found)
             assert found[1].addressable_shards[1].data.shape == (4, *found[0].shape[1:])
             if not how:
-                assert_same_rollout(one, over)
+                wanted, found = (FORWARD(m.params, m.config, TOKENS)[0] for m in (one, over))
+                assert_close(found, wanted, 1e-5)
 
 
 def gguf_leaves() -> None:
