@@ -29,7 +29,7 @@ HEADS = (2, 8, 8)  # heads, width of keys, width of values
 LATENT = (1, 24, 16)
 # Of a number of a vector whose largest is about 3: levels of 8 and 4 bits, and 3 bits after the point.
 CLOSE = dict(float32=0, bfloat16=0.02, int8=0.02, int4=0.3, gear=0.3, float8_e4m3fn=0.15)
-CALLS = ((20, [20, 7, 0]), (1, [1, 0, 1]), (5, [3, 5, 4]), (1, [1, 1, 1]))  # T, and the tokens of each row
+CALLS = ((20, [20, 7, 0]), (1, [1, 0, 1]), (20, [3, 5, 4]), (1, [1, 1, 1]))  # T, and the tokens of each row
 B = 3
 
 

@@ -30,6 +30,9 @@ FULL = AttentionSpec(qk_norm="head")
 SLIDING = AttentionSpec(window=8)
 
 
+forward = jax.jit(xj.forward, static_argnums=1)
+
+
 def with_layers(*layers: LayerSpec) -> xj.ModelConfig:
     return dataclasses.replace(CONFIG, layers=layers, num_hidden_layers=len(layers))
 
@@ -128,7 +131,7 @@ def test_states_of_several_sizes():
     config = with_layers(*(LayerSpec((mixer,)) for mixer in (DELTA, FULL, wide)))
     params = random_params(config)
     tokens_BT = np.random.RandomState(0).randint(2, config.vocab_size, (2, 12))
-    want, _ = xj.forward(params, config, tokens_BT)
+    want, _ = forward(params, config, tokens_BT)
     logits_BV, cache = xj.prefill(
         params, config, tokens_BT[:, :9], np.full(2, 9), xj.init_cache(config, 2, 32)
     )
@@ -153,7 +156,7 @@ def test_a_model_of_such_layers_generates_alike_in_all_ways():
     config = with_layers(*map(LayerSpec, layers, feeds))
     params = random_params(config)
     rows = [[3, 5, 7, 11, 13], [17, 19, 23]]
-    want, _ = xj.forward(params, config, np.array(rows[:1], np.int32))
+    want, _ = forward(params, config, np.array(rows[:1], np.int32))
     cache = xj.init_cache(config, 1, 16)
     logits_1V, cache = xj.prefill(params, config, np.array([rows[0][:3]]), np.array([3]), cache)
     for position, token in enumerate(rows[0][3:], 3):

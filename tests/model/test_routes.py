@@ -76,7 +76,7 @@ def test_given_experts_are_used_in_every_way_to_score(model, others):
     params, config = model
     batch = cases.pad_prompts(TEXTS)
     free = slopes(params, config, *batch, routes=np.full_like(others, -1))
-    found = xj.score(params, config, *batch, return_routes=True)
+    found = score(params, config, batch, np.full_like(others, -1))
     np.testing.assert_allclose(free[0], found.logprobs_BT.sum(), rtol=1e-6)
     assert_close(slopes(params, config, *batch, routes=found.routes), free)
     real_BT = np.arange(batch[0].shape[1]) < batch[1][:, None]

@@ -202,6 +202,7 @@ def test_taps_of_prefill_and_the_loop(model):
     direction_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size) * 3, np.float32)
     B, T = tokens_BT.shape
 
+    @jax.jit
     def steered(vector_D):
         taps = {0: xj.Tap(vector_D, add)}
         cache = xj.init_cache(config, B, 32)
@@ -211,7 +212,8 @@ def test_taps_of_prefill_and_the_loop(model):
 
     got = steered(direction_D)
     text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
-    logits_BTV, _ = xj.forward(params, config, text_BT, taps={0: xj.Tap(direction_D, add)})
+    forward = jax.jit(lambda taps: xj.forward(params, config, text_BT, taps=taps)[0])
+    logits_BTV = forward({0: xj.Tap(direction_D, add)})
     np.testing.assert_array_equal(logits_BTV[:, T - 1 : -1].argmax(-1), got.tokens_BT)
     plain = steered(0 * direction_D)
     assert not np.array_equal(plain.tokens_BT, got.tokens_BT)

@@ -38,6 +38,7 @@ def loss(params, config, tokens_BT, num_tokens_B=None, **how):
 
 
 gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
+score = jax.jit(xj.score, static_argnums=1)
 
 
 @pytest.fixture(
@@ -101,8 +102,8 @@ def test_the_outputs_of_every_layer_have_names(name):
 def test_packed_texts_are_the_texts_alone(model):
     params, config, want = model
     (tokens_BT, num_tokens_B), (row_1T, ids_1T) = padded(), packed()
-    alone_BT = xj.score(params, config, tokens_BT, num_tokens_B)
-    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, tokens_BT, num_tokens_B)
+    together_1T = score(params, config, row_1T, segment_ids_BT=ids_1T)
     at = 0
     for text, alone_T in zip(TEXTS, alone_BT, strict=True):
         np.testing.assert_allclose(
@@ -124,8 +125,8 @@ def test_packed_queries_are_scaled_by_positions_in_their_texts():
     assert beta and length < len(texts[1])
     params = cases.params_from(config, cases.random_tensors(config, 3))
     ids_1T = np.repeat(np.arange(2), [*map(len, texts)])[None]
-    alone_BT = xj.score(params, config, *cases.pad_prompts(texts))
-    together_1T = xj.score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, *cases.pad_prompts(texts))
+    together_1T = score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
     size = len(texts[1]) - 1
     np.testing.assert_allclose(together_1T[0, -size:], alone_BT[1, :size], atol=1e-5)
 
@@ -198,8 +199,11 @@ def test_entropy_and_divergences_without_all_logits(model):
     best_BTk, ids_BTk = jax.lax.top_k(q, 3)
     more_BTk = jnp.pad(best_BTk, [(0, 0), (0, 0), (0, 1)], constant_values=-jnp.inf)
     teacher = jnp.pad(ids_BTk, [(0, 0), (0, 0), (0, 1)]), more_BTk  # the last one counts nothing
-    how = dict(temperature=0.7, entropy=True, reference=other, teacher_topk=teacher)
-    got = xj.score(params, config, tokens_BT, num_tokens_B, chunk=2, **how)
+    how = dict(temperature=0.7, entropy=True, chunk=2)
+    of_all = jax.jit(
+        lambda params, **trees: xj.score(params, config, tokens_BT, num_tokens_B, **how, **trees)
+    )
+    got = of_all(params, reference=other, teacher_topk=teacher)
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     want = xj.Scores(
         jnp.take_along_axis(p, tokens_BT[:, 1:, None], -1)[..., 0],

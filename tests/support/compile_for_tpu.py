@@ -46,13 +46,25 @@ CAPACITY = 4096
 RING = 1024
 
 
+def shapes_on(device, default=BF16):
+    """A function that makes shapes of arrays on a device."""
+
+    def shape(*axes, dtype=default):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=SingleDeviceSharding(device))
+
+    return shape
+
+
+def compiled(function, *args, **of_jit):
+    """The function compiled for a TPU."""
+    lowered = jax.jit(function, **of_jit).trace(*args).lower(lowering_platforms=("tpu",))
+    return lowered.compile()
+
+
 def arguments(device, model, rows, tokens, place, dtype):
     """Shapes of new queries, keys, values, cosines, sines; of the cache, starts, lengths and block table."""
     K, G, H, _ = MODELS[model]
-    sharding = SingleDeviceSharding(device)
-
-    def shape(*axes, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+    shape = shapes_on(device, jnp.int32)
 
     of_q = F32 if dtype == F32 else BF16
     slots = {"pages": 64, "ring": RING, "contiguous": CAPACITY}[place]
@@ -120,10 +132,7 @@ PRODUCTS = [
 
 
 def compile_product(device, rows, inputs, outputs, kind) -> None:
-    sharding = SingleDeviceSharding(device)
-
-    def shape(*axes, dtype=BF16):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+    shape = shapes_on(device)
 
     def matrix(size):
         if kind == "int4":
@@ -142,7 +151,7 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
     if kind == "head":
         args = args[0], args[1][0].values
         function = partial(kernels_pallas.run_kernel, "tpu", "lm_head_argmax")
-    jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    compiled(function, *args)
 
 
 # Rows, experts, choices of a row, hidden size, outputs of the gate of a shared expert.
@@ -154,8 +163,7 @@ def compile_route(device, rows, X, count, width, shared) -> None:
     of = partial(jax.ShapeDtypeStruct, dtype=BF16, sharding=SingleDeviceSharding(device))
     is_shape = lambda x: isinstance(x, tuple) and not isinstance(x, Matrix)  # noqa: E731
     args = jax.tree.map(of, shapes, is_leaf=is_shape)
-    function = jax.jit(partial(kernels_pallas.run_kernel, "tpu", "route", count=count, eps=1e-6))
-    function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    compiled(partial(kernels_pallas.run_kernel, "tpu", "route", count=count, eps=1e-6), *args)
 
 
 # Tokens, dtype of an embedding that XLA stores by inputs.
@@ -172,11 +180,9 @@ def compile_embedding(device, tokens, dtype) -> list[str]:
 
         return lax.fori_loop(0, 2, once, token_B)
 
-    sharding = SingleDeviceSharding(device)
-    table = jax.ShapeDtypeStruct((201_088, 2880), dtype, sharding=sharding)
-    args = jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=sharding), table
-    compiled = jax.jit(steps).trace(*args).lower(lowering_platforms=("tpu",)).compile()
-    size = compiled.memory_analysis().temp_size_in_bytes
+    shape = shapes_on(device, jnp.int32)
+    table = shape(201_088, 2880, dtype=dtype)
+    size = compiled(steps, shape(tokens), table).memory_analysis().temp_size_in_bytes
     return [f"{size} bytes"] if size > table.size // 8 else []
 
 
@@ -202,10 +208,7 @@ def delta_step(new, weights, old, start_B, count_B):
 
 def delta_shapes(device, rows: tuple[int, ...], K, N, H, Y, dtype):
     """The shapes of the operands for [rows] or [rows, tokens]."""
-    sharding = SingleDeviceSharding(device)
-
-    def shape(*axes, dtype=dtype):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+    shape = shapes_on(device, dtype)
 
     new = NewToken(*(shape(*rows, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
     weights = DeltaWeights(*(shape(size, 4) for size in (K * H, K * H, N * Y)), shape(N), shape(N), shape(Y))
@@ -217,9 +220,7 @@ def delta_shapes(device, rows: tuple[int, ...], K, N, H, Y, dtype):
 def compile_delta_step(device, rows, *sizes) -> list[str]:
     """Two steps in a loop; returns the copies of the state."""
     args = delta_shapes(device, (rows,), *sizes)
-    function = jax.jit(delta_step, donate_argnums=2)
-    compiled = function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
-    return copies(compiled.as_text(), args[2])
+    return copies(compiled(delta_step, *args, donate_argnums=2).as_text(), args[2])
 
 
 # Tokens, choices of one, experts, their features, hidden size, format.
@@ -234,10 +235,7 @@ EXPERTS = [
 
 def compile_experts(device, tokens, choices, X, features, width, kind) -> list[str]:
     """A loop of steps; returns the copies of weights."""
-    sharding = SingleDeviceSharding(device)
-
-    def shape(*axes, dtype=BF16):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+    shape = shapes_on(device)
 
     def matrix(O, I):  # noqa: E741
         if kind in ("mxfp4", "int4"):  # as `device_form` has them
@@ -264,8 +262,7 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
         return lax.fori_loop(0, 2, lambda _, x_MD: run(x_MD, *rest).astype(BF16), x_MD)
 
     args = shape(tokens, width), shape(tokens, choices, dtype=F32), shape(tokens, choices, dtype=jnp.int32)
-    lowered = jax.jit(steps).trace(*args, *matrices, *biases).lower(lowering_platforms=("tpu",))
-    return copies(lowered.compile().as_text(), matrices)
+    return copies(compiled(steps, *args, *matrices, *biases).as_text(), matrices)
 
 
 # Rows, tokens, key heads, value heads, their widths, dtype.
@@ -277,8 +274,7 @@ DELTA_PROMPTS = [
 
 def compile_delta_prompts(device, rows, tokens, *sizes) -> None:
     args = delta_shapes(device, (rows, tokens), *sizes)
-    function = jax.jit(partial(kernels_pallas.run_kernel, "tpu", "delta_prefill", eps=1e-6))
-    function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    compiled(partial(kernels_pallas.run_kernel, "tpu", "delta_prefill", eps=1e-6), *args)
 
 
 SLOTS = 5
@@ -297,8 +293,7 @@ def compile_delta_drafts(device, rows, tokens, *sizes) -> list[str]:
     old = DeltaState(*held, state)
     args = new, weights, old, resized(state, *state.shape[:2], SLOTS, 2), numbers[0], *numbers
     kernel = partial(kernels_pallas.run_kernel, "tpu", "delta_drafts", eps=1e-6, holds=tokens > 0)
-    compiled = jax.jit(kernel, donate_argnums=2).trace(*args).lower(lowering_platforms=("tpu",)).compile()
-    return copies(compiled.as_text(), state)
+    return copies(compiled(kernel, *args, donate_argnums=2).as_text(), state)
 
 
 def main(tpu: str) -> int:
@@ -311,9 +306,8 @@ def main(tpu: str) -> int:
 def compile_step(device, model, rows, tokens, place, dtype) -> list[str]:
     """Append and attention; returns the copies of the cache."""
     new, kv, *rest = arguments(device, model, rows, tokens, place, dtype)
-    function = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
-    compiled = function.trace(model, place, new, kv, *rest).lower(lowering_platforms=("tpu",)).compile()
-    return copies(compiled.as_text(), kv)
+    appended = compiled(step, model, place, new, kv, *rest, static_argnums=(0, 1), donate_argnums=3)
+    return copies(appended.as_text(), kv)
 
 
 def compile_all(device, tpu: str) -> int:
