@@ -22,13 +22,16 @@ pytestmark = pytest.mark.oldest
 
 CASE = cases.CASES["gemma4-shared-kv"]
 MOE = cases.CASES["gemma4-experts"]
+# One of each kind, and one that uses the keys and values of another.
+FEWER_LAYERS = dict(
+    num_hidden_layers=3, num_kv_shared_layers=1,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A layer of each kind, and one of each that uses its keys and values."""
-    types = ["sliding_attention", "full_attention"] * 2
-    return family_checks.small_model(CASE, num_hidden_layers=4, layer_types=types, num_kv_shared_layers=2)
+    return family_checks.small_model(CASE, **FEWER_LAYERS)
 
 
 def test_layers_differ():
@@ -164,6 +167,6 @@ def test_rejected_calls(model):
     with pytest.raises(xj.InputError, match="linear attention and Gemma 4 cannot be written"):
         awq.quantized_params(params, "int8")
     with pytest.raises(xj.InputError, match="index of an outlier in a byte, and head_dim 512 exceeds 256"):
-        wide = xj.from_hf(CASE.hf | dict(global_head_dim=512))
+        wide = xj.from_hf(CASE.hf | FEWER_LAYERS | dict(global_head_dim=512))
         xj.generate(params, wide, prompts, dataclasses.replace(OPTIONS, cache_dtype="gear"))
     assert is_divisible(config, 2) and not is_divisible(MOE.config, 2)  # one key head of full layers
