@@ -87,10 +87,12 @@ def assert_holds(layer, rows, length_B, close):
 
 
 def cases():
-    """Each kind with each dtype that it can hold; the latent cache in contiguous form and in pages."""
+    """Each kind with each dtype that it can hold; the latent cache of some, in contiguous form and in pages."""
     quick = {(Contiguous, "float8_e4m3fn", HEADS), (Ring, "int8", HEADS), (Paged, "float32", LATENT)}
     for kind, dtype, sizes in itertools.product((Contiguous, Ring, Paged), DTYPES, (HEADS, LATENT)):
         if (kind, dtype) == (Paged, "gear") or (kind, sizes) == (Ring, LATENT):
+            continue
+        if sizes == LATENT and dtype not in ("float32", "int8", "gear"):
             continue
         marks = () if (kind, dtype, sizes) in quick else pytest.mark.full
         name = f"{kind.__name__}-{dtype}{'-latent' if sizes == LATENT else ''}"
@@ -142,7 +144,7 @@ def test_a_layer_holds_what_was_appended(kind, dtype, sizes):
         [
             (kind, *of_dtype)
             for kind in (Contiguous, Paged)
-            for of_dtype in (("float32", 1e-5), ("int8", 0.02), ("float8_e4m3fn", 0.1))
+            for of_dtype in (("float32", 1e-5), ("int8", 0.02))
         ],
     ),
 )

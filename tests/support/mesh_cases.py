@@ -44,7 +44,6 @@ from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.decoder import Inputs
 from xinfer_jax.model.extras import NO_EXTRAS
-from xinfer_jax.weights.quantized_weight import is_quantized
 
 # Small checkpoints of families, one or two layers of each kind. 8 heads, 4 key heads: on 8 devices these are
 # repeated.
@@ -366,15 +365,11 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
         assert "groups of" in str(error) or "equal parts" in str(error), (name, devices, str(error))
         assert (name, devices) == ("own-int4", 2), (name, devices, str(error))
         return
-
-    def matrix(leaf: Any) -> np.ndarray:
-        return np.asarray(leaf.dequantize() if is_quantized(leaf) else leaf)
-
-    known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
-    for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
+    dequantize = jax.jit(partial(xj.dequantize, dtype="float32"))
+    trees = [jax.device_get(dequantize(jax.device_get(x.params))) for x in (one, over)]
+    known = jax.tree_util.tree_leaves_with_path(trees[0])
+    for (place, wanted), found in zip(known, jax.tree.leaves(trees[1]), strict=True):
         where = jax.tree_util.keystr(place)
-        wanted = matrix(leaf)
-        found = matrix(new)
         if re.match(r"\['(embed|lm_head)'\]", where):
             assert not found[one.config.vocab_size :].any()
             found = found[: one.config.vocab_size]

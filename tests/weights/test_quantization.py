@@ -34,9 +34,7 @@ FORMATS = ("int8", "int4", "bfloat16")
 MATRICES = [
     (96, 72, 8, None),
     (40, 64, 8, 8),
-    (40, 64, 8, 32),
     (40, 72, 8, 32),
-    (96, 128, 4, 32),
     (40, 72, 4, 64),
     (130, 96, 4, 96),
     (5, 2, 4, 64),
@@ -195,7 +193,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
     weight = jax.device_put(quantize_matrix(matrix(96, 128)))
     half = jnp.asarray(matrix(96, 128), jnp.bfloat16)
     once = dataclasses.replace(weight, int8_activations=True)
-    for rows in (1, 2, 20, 80):
+    for rows in (1, 20, 80):
         x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
         for got, matrix_float32 in (
             (quantized_product(x, weight), weight.dequantize()),
