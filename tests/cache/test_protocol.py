@@ -87,7 +87,7 @@ def assert_holds(layer, rows, length_B, close):
 
 
 def cases():
-    """Each kind with each dtype that it can hold; the latent cache of some, in contiguous form and in pages."""
+    """Each kind with each dtype that it can hold; the latent cache of some, contiguous and in pages."""
     quick = {(Contiguous, "float8_e4m3fn", HEADS), (Ring, "int8", HEADS), (Paged, "float32", LATENT)}
     for kind, dtype, sizes in itertools.product((Contiguous, Ring, Paged), DTYPES, (HEADS, LATENT)):
         if (kind, dtype) == (Paged, "gear") or (kind, sizes) == (Ring, LATENT):
