@@ -64,12 +64,11 @@ def test_another_row_changes_no_bit(impl):
     delta_cases.assert_rows_are_alone("delta_step", impl, arrays(*CASES["ragged"]))
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("impl", EMULATED)
-def test_any_shape(impl, request):
-    """Random shapes: 100 with `--soak`."""
+def test_any_shape(impl):
     draws = np.random.RandomState(5)
-    for seed in range(100 if request.config.getoption("soak") else 2):
+    for seed in range(100):
         K, group, B = draws.randint(1, 5), draws.randint(1, 4), draws.randint(1, 6)
         H, Y = draws.choice([128, 256] if "tpu" in impl else [64, 128, 256], 2)
         case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2]
