@@ -248,3 +248,26 @@ def test_without_a_gpu_none_means_xla_and_kernel_names_raise():
         xj.InputError, match="one of mosaic, triton, tpu, xla, interpret, interpret_tpu, got 'fast'"
     ):
         xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))
+
+
+# Heads of full layers are 512 wide, those of sliding layers 64.
+HF = QWEN | dict(model_type="gemma4_text", num_attention_heads=2, head_dim=64, global_head_dim=512)
+HF |= dict(num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=9)
+HF |= dict(layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0)
+GEMMA4 = from_hf(HF)
+
+
+@pytest.mark.parametrize(
+    "capability, platform, impl, others",
+    [
+        ((9, 0), "cuda", "mosaic", "1 of 2 layers by triton: here; head width 512 is above 256"),
+        ((8, 0), "cuda", "triton", None),
+        (None, "tpu", "tpu", None),
+    ],
+)
+def test_kernels_used_says_which_layers_have_another_one(capability, platform, impl, others):
+    params = jax.eval_shape(lambda: xj.init_params(GEMMA4, jax.random.key(1), "bfloat16"))
+    with kernels_pallas.assume_device(capability, "here", platform):
+        used = xj.kernels_used(params, GEMMA4, kv_dtype="bfloat16")
+    for kernel in ("prefill_attention", "decode_attention"):
+        assert used[kernel] == (impl, "here" if others is None else f"here; {others}")

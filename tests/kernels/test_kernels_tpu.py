@@ -54,6 +54,9 @@ ATTENTION = {
     "bias": (F32, 2, 4, 2, 320, 64, (299, 63), (301, 65), dict(bits=8, pairs=32)),
     "prompt-pages-bias-bf16": (BF16, 40, 14, 2, 0, 64, (64, 30), (104, 33), dict(pages=2, bits=8, pairs=32)),
     "prompt-ring": (F32, 70, 4, 2, 128, 64, (250, 0, 126), (320, 70, 196), dict(ring=True, window=50)),
+    "width-512-pages-sink": (BF16, 1, 8, 2, 0, 512, (150, 0, -1), (151, 1, 0), dict(pages=3, sink=True)),
+    "width-512-ring-int8": (F32, 5, 4, 2, 128, 512, (250, 3), (255, 5), dict(bits=8, ring=True, window=60)),
+    "width-512-prompt-cap": (BF16, 40, 3, 1, 128, 512, (60, 0), (100, 40), dict(soft_cap=2.0)),
 }
 
 
@@ -104,6 +107,7 @@ APPEND = {
     "one-token-bf16": (BF16, 1, 2, 64, 64, (5, 63, 64, 0), (1, 1, 1, 0), dict(capacity=64)),
     "norms-int8-128": (F32, 1, 2, 128, 128, (5, 63, 127), (1, 0, 1), dict(quantized=True, norms=(None,))),
     "width-256": (F32, 1, 1, 64, 256, (5, 0), (1, 1), dict(ring=True)),
+    "width-512-int8": (BF16, 5, 2, 64, 512, (62, 190), (5, 3), dict(pages=3, quantized=True, capacity=192)),
     "ring-wraps-f32": (F32, 5, 2, 64, 64, (62, 130), (5, 3), dict(ring=True)),
     "pages-17-tokens": (BF16, 17, 2, 64, 64, (60, 130), (17, 3), dict(pages=3)),
     "pages-int8": (BF16, 5, 2, 64, 64, (62, 190), (5, 3), dict(pages=3, quantized=True, capacity=192)),
