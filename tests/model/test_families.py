@@ -9,7 +9,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from layer_changes import with_experts
-from random_matrices import random_params
+from random_matrices import random_params, write_checkpoint
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
@@ -26,25 +26,9 @@ SWITCHING = "phi3-longrope-both-partial"  # at 32 tokens
 forward = jax.jit(xj.forward, static_argnames="config")
 
 
-def build(name, seed=5):
+def build(name):
     config = cases.CASES[name].config
-    return config, cases.params_from(config, cases.random_tensors(config, seed))
-
-
-def write_checkpoint(path, name, fused=False, seed=5):
-    """A checkpoint of a case, with separate matrices or fused ones as in transformers."""
-    case = cases.CASES[name]
-    tensors = cases.random_tensors(case.config, seed)
-    stored = cases.fuse_tensors(case.config, tensors) if fused else {}
-    for spec in () if fused else jax.tree.leaves(file_specs(case.config)):
-        stored |= zip(
-            spec.tensor_shapes(),
-            tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
-            strict=True,
-        )
-    return tiny.write(
-        path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False
-    )
+    return config, cases.params_from(config, cases.random_tensors(config, 0))
 
 
 def assert_equal(got, want):
@@ -57,7 +41,7 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("name", ["phi3-defaults", "moe-some-layers-dense"])
 def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
-    opened = open_checkpoint(write_checkpoint(tmp_path, name, fused), dtype="float32")
+    opened = open_checkpoint(write_checkpoint(tmp_path, cases.CASES[name].hf, fused), dtype="float32")
     tiny.assert_same_shapes(opened)
     assert_equal(opened.read().params, build(name)[1])
 
@@ -106,7 +90,7 @@ def test_int8_logits_are_close_to_float32():
 def test_quantized_experts(tmp_path, name, quantize):
     """From stacked tensors and from one for each expert; the first have interleaved projections too."""
     config, params = build(name)
-    paths = [write_checkpoint(tmp_path / str(fused), name, fused) for fused in (True, False)]
+    paths = [write_checkpoint(tmp_path / str(fused), cases.CASES[name].hf, fused) for fused in (True, False)]
     models = [xj.load_model(path, dtype="float32", quantize=quantize) for path in paths]
     assert_equal(*(model.params for model in models))
     params = models[0].params
@@ -132,7 +116,7 @@ def test_quantized_experts_cannot_be_written(tmp_path):
     _, params = build("moe-defaults")
     with pytest.raises(xj.InputError, match="weights of experts, .* cannot be written"):
         awq.quantized_params(params, "int8")
-    path = write_checkpoint(tmp_path / "float", "moe-defaults")
+    path = write_checkpoint(tmp_path / "float", cases.CASES["moe-defaults"].hf)
     quantized = xj.load_model(path, quantize="int8")
     with pytest.raises(xj.InputError, match="experts in int8 or int4 cannot be saved"):
         xj.save_model(tmp_path / "out", quantized.params, quantized.config)

@@ -10,6 +10,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from layer_changes import with_experts
+from random_matrices import write_checkpoint
 
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import uncached_kv
@@ -82,9 +83,7 @@ def test_experts_by_number_of_tokens(model):
 def test_stored_experts(tmp_path, quantize, model):
     """Inputs first, gate and up by turns; quantized while loading, without their biases."""
     params, config, _ = model
-    tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
-    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    path = tiny.write(tmp_path, SMALL.hf, weights=tensors, with_tokenizer=False)
+    path = write_checkpoint(tmp_path, SMALL.hf, fused=True, seed=3)
     loaded = xj.load_model(path, dtype="float32", quantize=quantize)
     assert loaded.config == config
     if quantize is None:

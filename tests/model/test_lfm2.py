@@ -9,10 +9,9 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
-import tiny
 from family_checks import CACHED, NEW
 from layer_changes import with_mixer
-from random_matrices import random_params
+from random_matrices import random_params, write_checkpoint
 
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import LayerSpec
@@ -145,9 +144,7 @@ def test_older_names_of_settings():
 @pytest.mark.full
 def test_int8_matrices_and_what_stays_float(tmp_path):
     config = BIAS.config
-    stored = cases.fuse_tensors(config, cases.random_tensors(config, 3))
-    stored = {name: np.ascontiguousarray(x) for name, x in stored.items()}
-    path = tiny.write(tmp_path / "float", BIAS.hf, weights=stored, with_tokenizer=False)
+    path = write_checkpoint(tmp_path / "float", BIAS.hf)
     exact, near = (xj.load_model(path, "float32", quantize=quantize) for quantize in (None, "int8"))
     layer = near.params["layers"][0]
     matrices = {name: leaf["weight"] for name, leaf in layer.items() if isinstance(leaf, dict)}

@@ -29,8 +29,8 @@ import pytest
 import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from layer_changes import with_experts
-from parity_cases import CASES, fuse_tensors, random_tensors
-from random_matrices import random_params
+from parity_cases import CASES, random_tensors
+from random_matrices import random_params, write_checkpoint
 from safetensors.numpy import load_file
 
 import kernels_pallas
@@ -107,18 +107,6 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
     return jax.make_mesh((devices,), ("model",), devices=jax.devices()[:devices])
 
 
-def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **how: Any) -> Path:
-    """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
-    config = from_hf(hf)
-    weights = random_tensors(config, 0)
-    if together or config.experts and config.experts.swiglu:
-        weights = fuse_tensors(config, weights)
-    for name in [name for name in weights if "{}" in name]:
-        weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
-    weights = {name: np.ascontiguousarray(x) for name, x in weights.items()}
-    return tiny.write(path, hf, with_tokenizer=False, weights=weights, **how)
-
-
 def collectives(compiled: Any) -> Counter:
     """Counts collectives of each kind and shape in the compiled text."""
     kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
@@ -145,7 +133,7 @@ def _rollout(params: Any, config: Any, tokens_BT: Any, num_tokens_B: Any, key: A
 
 def family(name: str, devices: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), FAMILIES[name], together=devices > 2)
+        path = write_checkpoint(Path(folder), FAMILIES[name], fused=devices > 2)
         meshes = None, mesh_of(devices)
         assert_same_rollout(*(xj.load_model(path, "float32", mesh=mesh) for mesh in meshes))
 

@@ -1,11 +1,14 @@
-"""Random parameters; matrices of every format that kernels of products read; quantized experts."""
+"""Random parameters and checkpoints; matrices of every format that kernels of products read, and experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny
+from parity_cases import fuse_tensors, random_tensors
 
 import xinfer_jax as xj
 from kernels_pallas.reference_products import Matrix
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.quantization import quantized_stack
 
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -24,6 +27,18 @@ def random_params(config, seed=0, dtype="float32"):
         return jnp.asarray(numbers.astype(x.dtype))
 
     return jax.tree.map(leaf, shapes)
+
+
+def write_checkpoint(path, hf, fused=False, seed=0, **how):
+    """Writes a checkpoint of random tensors without a tokenizer; fused: some are one, as in transformers."""
+    config = from_hf(hf)
+    tensors = random_tensors(config, seed)
+    if fused or config.experts and config.experts.swiglu:
+        tensors = fuse_tensors(config, tensors)
+    for name in [name for name in tensors if "{}" in name]:
+        tensors |= {name.format(i): one for i, one in enumerate(tensors.pop(name))}
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    return tiny.write(path, hf, with_tokenizer=False, weights=tensors, **how)
 
 
 def matrix(draws, kind, outputs, inputs, dtype, bias):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny
-from mesh_cases import write_checkpoint
 from parity_cases import CASES
 from quick import full_except
+from random_matrices import write_checkpoint
 
 import kernels_pallas
 import xinfer_jax as xj
