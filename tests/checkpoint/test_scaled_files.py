@@ -16,9 +16,11 @@ from safetensors.numpy import load_file
 from scaled_checkpoints import (
     BF16,
     E4M3,
+    assert_equal,
     checkpoint,
     compressed,
     convert,
+    equal_model,
     float_tensors,
     fp8,
     fp8_settings,
@@ -36,7 +38,6 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
-from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -79,26 +80,6 @@ CASES = {  # settings, how matrices are stored, and the leaf that they become; N
     "w8a16": (compressed("pack-quantized", 8), integers(8), GroupedWeight),
     "w8a16-zeros": (w4(bits=8, symmetric=False), integers(8, 32, False), None),
 }  # fmt: skip
-
-
-def equal_model(path, hf, equal):
-    return xj.load_model(write(path, hf, equal), "float32")
-
-
-def matrix(leaf):
-    if not is_quantized(leaf):
-        return np.asarray(leaf)
-    return np.asarray(
-        (jax.vmap(type(leaf).dequantize) if len(leaf.shape) > 2 else type(leaf).dequantize)(leaf)
-    )
-
-
-def assert_equal(model, wanted, exact=True):
-    """Every leaf, to the bit: the product of a number and its scale is rounded once."""
-    known = jax.tree_util.tree_leaves_with_path(wanted.params)
-    found = jax.tree.leaves(model.params, is_leaf=is_quantized)
-    for (place, x), leaf in zip(known, found, strict=True):
-        np.testing.assert_array_equal(matrix(leaf), np.asarray(x), err_msg=jax.tree_util.keystr(place))
 
 
 def logits(model):
