@@ -122,30 +122,25 @@ def assert_close(one: Any, other: Any, bound: float) -> None:
 
 
 @partial(jax.jit, static_argnums=1)
-def _rollout(params: Any, config: Any, tokens_BT: Any, num_tokens_B: Any, key: Any) -> tuple[Any, ...]:
-    """The logits of prompts, which go through a cache, and drawn tokens with their log-probabilities."""
-    cache = xj.init_cache(config, len(tokens_BT), 32)
-    logits_BTV, cache = xj.forward(params, config, tokens_BT, cache, num_tokens_B)
-    last_BV = logits_BTV[jnp.arange(len(tokens_BT)), num_tokens_B - 1]
-    out = xj.decode_loop(params, config, last_BV, cache, key, DRAWN, jnp.array([-1]), 6)
-    return logits_BTV, out.tokens_BT, out.logprobs_BT
+def _prompt_and_step(params: Any, config: Any, *rows: Any) -> tuple[jax.Array, jax.Array]:
+    """The logits of prompts, which go into a cache, and of a token after each."""
+    tokens_BT, num_tokens_B, token_B = rows
+    cache = xj.init_cache(config, len(token_B), 32)
+    prompt_BTV, cache = xj.forward(params, config, tokens_BT, cache, num_tokens_B)
+    return prompt_BTV, xj.decode_step(params, config, token_B, cache)[0]
 
 
 def family(name: str, devices: int) -> None:
+    """Logits of a prompt and of a decode step are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), FAMILIES[name], fused=devices > 2)
-        meshes = None, mesh_of(devices)
-        assert_same_rollout(*(xj.load_model(path, "float32", mesh=mesh) for mesh in meshes))
-
-
-def assert_same_rollout(one: xj.Model, over: xj.Model) -> None:
-    """Logits and tokens over a mesh are those of one device."""
-    call = TOKENS, LENGTHS, jax.random.key(3)
-    wanted, found = (_rollout(model.params, model.config, *call) for model in (one, over))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(devices))
+    rows = TOKENS, LENGTHS, np.array([7, 9], np.int32)
+    wanted, found = (_prompt_and_step(model.params, model.config, *rows) for model in (one, over))
     valid = np.arange(12) < LENGTHS[:, None]
     assert_close(np.asarray(found[0])[valid], np.asarray(wanted[0])[valid], 1e-5)
-    np.testing.assert_array_equal(found[1], wanted[1])
-    assert_close(found[2], wanted[2], 1e-5)
+    assert_close(found[1], wanted[1], 1e-5)
 
 
 def count_collectives(
@@ -631,16 +626,17 @@ def rows_over_data() -> None:
     """
     for name, dtype, shape in (("qwen3_next", None, (2, 2)), ("qwen2", "gear", (4, 1))):
         only = ONE_LAYER if name == "qwen2" else dict(num_hidden_layers=1)  # of linear attention
+        settings = DRAWN if name == "qwen3_next" else xj.SamplingConfig()
         config = from_hf(FAMILIES[name] | only)
         params = random_params(config)
         keys = jax.random.split(jax.random.key(1), 8)
         inputs = np.tile(TOKENS, (4, 1)), np.tile(LENGTHS, 4)
 
         @jax.jit
-        def rollout(params, tokens_BT, num_tokens_B, keys, config=config, dtype=dtype):
+        def rollout(params, tokens_BT, num_tokens_B, keys, config=config, dtype=dtype, settings=settings):
             cache = xj.init_cache(config, 8, 112, dtype)
             logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
-            out = xj.decode_loop(params, config, logits_BV, cache, keys, DRAWN, jnp.array([3]), 4)
+            out = xj.decode_loop(params, config, logits_BV, cache, keys, settings, jnp.array([3]), 4)
             return out.tokens_BT, out.logprobs_BT, out.cache
 
         wanted = rollout(params, *inputs, keys)
