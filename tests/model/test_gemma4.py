@@ -137,9 +137,8 @@ def test_a_checkpoint_that_transformers_saves(tmp_path):
     saved.save_pretrained(tmp_path)
     model = xj.load_model(tmp_path, dtype="float32")
     assert model.config == xj.from_hf(hf)
-    ids = cases.prompts(MOE)[0]
-    logits = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, np.array([ids]))[0][0]
-    np.testing.assert_allclose(logits, cases.hf_logits(saved, ids), rtol=0, atol=1e-4)
+    wanted = cases.params_from(model.config, cases.random_tensors(model.config, 5))
+    jax.tree.map(np.testing.assert_array_equal, model.params, wanted)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-import routed_engines
 import tiny
 from safetensors.numpy import load_file
 
@@ -163,16 +162,6 @@ def test_generated_tokens_by_cache_and_drafts(model):
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
     family_checks.check_engine_bits(model)
-
-
-@pytest.mark.full
-def test_engine_records_routes():
-    whole = routed_engines.build(NAME)
-    with xj.Engine(whole, **routed_engines.SHAPE) as engine:
-        ids = routed_engines.prompt(1, 70)
-        request = engine.submit(ids, xj.GenerateOptions(20, eos_token_ids=()), return_routes=True)
-        request.result()
-    routed_engines.check(whole, ids, request.answers[0])
 
 
 def test_the_kernel_before_experts_serves_softmax_alone(model):
