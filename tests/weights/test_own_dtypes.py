@@ -1,4 +1,4 @@
-"""A parameter whose spec names a dtype has it in every model: made, loaded, saved, converted or moved."""
+"""A parameter whose spec names a dtype has it in every model: made, converted or moved; test_glm4_moe.py has files."""
 
 import jax
 import jax.numpy as jnp
