@@ -1,6 +1,4 @@
-"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it;
-programs with it, lowered for a GPU that need not be present.
-"""
+"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it."""
 
 import dataclasses
 from functools import partial
@@ -26,7 +24,6 @@ pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-SD = jax.ShapeDtypeStruct
 
 
 EPS = dict(eps=1e-6)

@@ -20,7 +20,6 @@ from xinfer_jax.weights.layout import is_divisible
 pytestmark = pytest.mark.oldest
 
 CASE = cases.CASES["qwen3-5-tied"]
-MOE = cases.CASES["qwen3-5-moe-no-shared"]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ CONFIGS = dict(
     ),
 )
 FORMS = [("dense", "int8"), ("dense", "int4"), ("dense", "ternary"), ("experts", "int4"), ("experts", "int8")]
-TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
 
 
 init = jax.jit(xj.init_params, static_argnums=(0, 2, 3))
