@@ -105,17 +105,19 @@ def test_too_many_tokens_in_one_call_raise(model, rows_and_logits):
 
 @pytest.mark.full
 def test_generate_beyond_the_ring(model):
-    """Two answers from one prefill, with draft tokens."""
+    """With draft tokens: the most probable tokens of the logits without a cache."""
     prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
-    options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.7), use_cache=False, n=2)
-    expected = xj.generate(*model, prompts, options, key=jax.random.key(2)).tokens
-    options = dataclasses.replace(options, use_cache=True, capacity=CAPACITY, draft="lookup")
-    ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
-    assert ring.tokens == expected
+    options = xj.GenerateOptions(10, eos_token_ids=(), capacity=CAPACITY, draft="lookup")
+    out = xj.generate(*model, prompts, options)
+    rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    tokens_BT, num_tokens_B = parity_cases.pad_prompts(rows)
+    logits_BTV = np.asarray(jax.jit(xj.forward, static_argnums=1)(*model, tokens_BT, None, num_tokens_B)[0])
+    for logits_TV, prompt, tokens in zip(logits_BTV, prompts, out.tokens, strict=True):
+        assert logits_TV[len(prompt) - 1 :][:10].argmax(-1).tolist() == tokens
     without_rings = with_windows(model[1], (None,) * model[1].num_hidden_layers)
-    whole = xj.init_cache(without_rings, len(ring.tokens), CAPACITY)
+    whole = xj.init_cache(without_rings, len(prompts), CAPACITY)
     assert whole.reached_B is None
-    part = ring.stats.cache_bytes / tree_bytes((whole.k, whole.v))
+    part = out.stats.cache_bytes / tree_bytes((whole.k, whole.v))
     assert part == (SLOTS + CAPACITY) / (2 * CAPACITY)
 
 
