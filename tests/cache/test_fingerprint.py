@@ -35,21 +35,16 @@ def trees_with_one_changed_leaf(params):
         yield jax.tree.unflatten(tree, [*leaves[:i], leaf * 1.001, *leaves[i + 1 :]])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2-gqa-tied-old",
-        "qwen3-bias-mqa",
-        "llama-bias",
-        "mistral-window",
-        "moe-some-layers-dense",
-        "olmo3-yarn-old",
-        "gemma2-long-caps",
-        "gemma3-old",
-        "phi3-longrope-beyond",
-        "smollm3-window",
-    ],
+FAMILIES = (
+    "qwen2-gqa-tied-old",
+    "moe-some-layers-dense",
+    "olmo3-yarn-old",
+    "gemma3-old",
+    "phi3-longrope-beyond",
 )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_leaf_of_every_family_changes_the_fingerprint(name):
     config = cases.CASES[name].config
     params = random_params(config)

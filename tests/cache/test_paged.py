@@ -23,12 +23,7 @@ pytestmark = pytest.mark.oldest
 LENGTHS = (1, 70, 200)
 CAPACITY = 320
 STEPS = 4
-CLOSE = {
-    "float32": 2e-4,
-    "int8": 2e-2,
-    "int4": 0.2,
-    "float8_e4m3fn": 0.1,
-}  # the last bit may decide between two levels
+CLOSE = {"float32": 2e-4, "int8": 2e-2}  # the last bit may decide between two levels
 
 
 def make_model(name, layers=2):
@@ -86,13 +81,10 @@ def contiguous_logits(model, tokens, dtype):
     return xj.prefill(*model, tokens_1T, np.array([len(tokens)]), cache)[0][0]
 
 
-MODELS = ("qwen2-gqa-tied-old", "gemma3-old")  # gemma3 has layers of both kinds
-
-
 @pytest.mark.parametrize("dtype", full_except(["float32"], CLOSE))
-@pytest.mark.parametrize("name", full_except(["gemma3-old"], MODELS, soak=MODELS[:1]))
-def test_paged_logits_equal_contiguous_logits(name, dtype):
-    model = params, config = make_model(name)
+def test_paged_logits_equal_contiguous_logits(dtype):
+    """Of a layer with a window and one without."""
+    model = params, config = make_model("gemma3-old")
     rows = [np.random.RandomState(n).randint(0, config.vocab_size, n + STEPS) for n in LENGTHS]
     table_BP = scattered_table(LENGTHS)
     pools = empty_pools(config, 20, dtype)

@@ -74,8 +74,7 @@ def test_a_saved_prefix_loads_with_the_same_bits(model, tmp_path):
         run(model, next_prompts(first), prefix=loaded).tokens
         == run(model, next_prompts(first), prefix=first.prefix).tokens
     )
-    other = xj.init_params(model.config, jax.random.key(1))
-    other["final_norm"] = other["final_norm"] * 2
+    other = model.params | dict(final_norm=model.params["final_norm"] * 2)
     changed = dataclasses.replace(model.config, rms_norm_eps=1e-3)
     for params, config in ((other, model.config), (model.params, changed)):
         with pytest.raises(xj.InputError, match="was saved with another model"):
@@ -84,22 +83,6 @@ def test_a_saved_prefix_loads_with_the_same_bits(model, tmp_path):
         xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=4)
     with pytest.raises(xj.InputError, match="cannot be read"):
         xj.load_prefix(tmp_path / "nothing", model.params, model.config)
-
-
-@pytest.mark.full
-def test_a_bfloat16_prefix_is_saved_exactly(model, tmp_path):
-    first = run(model, FIRST, keep_prefix=True, capacity=32)
-    layers = jax.tree.map(lambda x: x.astype("bfloat16"), first.prefix.cache.layers)
-    cache = dataclasses.replace(first.prefix.cache, layers=layers)
-    xj.save_prefix(
-        tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config
-    )
-    loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
-    num_tokens = len(first.prefix.tokens[1])
-    np.testing.assert_array_equal(
-        loaded.cache.v[0][1, :, :num_tokens].astype("float32"),
-        cache.v[0][1, :, :num_tokens].astype("float32"),
-    )
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ HEADS = (2, 8, 8)  # heads, width of keys, width of values
 LATENT = (1, 24, 16)
 # Of a number of a vector whose largest is about 3: levels of 8 and 4 bits, and 3 bits after the point.
 CLOSE = dict(float32=0, bfloat16=0.02, int8=0.02, int4=0.3, gear=0.3, float8_e4m3fn=0.15)
-CALLS = ((20, [20, 7, 0]), (1, [1, 0, 1]), (5, [3, 5, 4]), (1, [1, 1, 1]))  # T, and the tokens of each row
+CALLS = ((20, [20, 7, 0]), (1, [1, 0, 1]), (20, [3, 5, 4]), (1, [1, 1, 1]))  # T, and the tokens of each row
 B = 3
 
 
@@ -87,10 +87,12 @@ def assert_holds(layer, rows, length_B, close):
 
 
 def cases():
-    """Each kind with each dtype that it can hold; the latent cache in contiguous form and in pages."""
+    """Each kind with each dtype that it can hold; the latent cache of some, contiguous and in pages."""
     quick = {(Contiguous, "float8_e4m3fn", HEADS), (Ring, "int8", HEADS), (Paged, "float32", LATENT)}
     for kind, dtype, sizes in itertools.product((Contiguous, Ring, Paged), DTYPES, (HEADS, LATENT)):
         if (kind, dtype) == (Paged, "gear") or (kind, sizes) == (Ring, LATENT):
+            continue
+        if sizes == LATENT and dtype not in ("float32", "int8", "gear"):
             continue
         marks = () if (kind, dtype, sizes) in quick else pytest.mark.full
         name = f"{kind.__name__}-{dtype}{'-latent' if sizes == LATENT else ''}"
@@ -142,7 +144,7 @@ def test_a_layer_holds_what_was_appended(kind, dtype, sizes):
         [
             (kind, *of_dtype)
             for kind in (Contiguous, Paged)
-            for of_dtype in (("float32", 1e-5), ("int8", 0.02), ("float8_e4m3fn", 0.1))
+            for of_dtype in (("float32", 1e-5), ("int8", 0.02))
         ],
     ),
 )

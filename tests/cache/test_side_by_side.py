@@ -11,6 +11,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 from quick import full_except
+from random_matrices import random_params
 from safetensors.numpy import load_file
 
 import kernels_pallas
@@ -69,17 +70,11 @@ def assert_equal_layers(layer, plain, length_B):
 
 
 @pytest.mark.parametrize("kind", full_except([Contiguous], [Contiguous, Ring, Paged]))
-@pytest.mark.parametrize("dtype", full_except(["int8"], ["float32", "bfloat16", "int8"], soak=["bfloat16"]))
+@pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "int8"]))
 def test_operations_of_layers(kind, dtype):
     layers = [make_layer(kind, dtype, side_by_side) for side_by_side in (True, False)]
     length_B = jnp.zeros(B, jnp.int32)
-    for tokens, counts in (
-        (5, [5, 2, 4]),
-        (1, [1, 0, 1]),
-        (16, [16, 3, 11]),
-        (16, [15, 16, 16]),
-        (1, [1, 1, 1]),
-    ):
+    for tokens, counts in ((16, [5, 2, 4]), (16, [16, 3, 12]), (16, [16, 16, 16]), (1, [1, 0, 1])):
         k_BTKH, v_BTKH = np.random.RandomState(tokens).randn(2, B, tokens, K, H).astype(np.float32)
         count_B = jnp.array(counts)
         layers = [append(layer, k_BTKH, v_BTKH, length_B, count_B) for layer in layers]
@@ -136,7 +131,7 @@ def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
 @pytest.fixture(scope="module")
 def model():
     config = from_hf(tiny.CONFIG)
-    params = xj.init_params(config, jax.random.key(3), "float32")
+    params = random_params(config)
     return xj.Model(params, config)
 
 

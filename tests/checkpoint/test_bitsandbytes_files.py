@@ -2,14 +2,13 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
 from quick import full_except
-from scaled_checkpoints import BF16, checkpoint, convert, float_tensors, write
+from scaled_checkpoints import BF16, assert_equal, checkpoint, convert, equal_model, float_tensors, write
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
@@ -76,15 +75,6 @@ def int8(name, x):
     return stored, numbers * scale[:, None] * np.float32(1 / 127)
 
 
-def assert_equal(model, path, hf, equal, rtol=0.0):
-    wanted = xj.load_model(write(path, hf, equal), "float32")
-    known = jax.tree_util.tree_leaves_with_path(wanted.params)
-    found = jax.tree.leaves(model.params, is_leaf=is_quantized)
-    for (place, x), leaf in zip(known, found, strict=True):
-        leaf = leaf.dequantize() if is_quantized(leaf) else leaf
-        np.testing.assert_allclose(leaf, x, rtol, 0, err_msg=jax.tree_util.keystr(place))
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -99,7 +89,7 @@ def test_four_bits_become_floats(tmp_path, how):
     path, equal = checkpoint(tmp_path / "a", HF, settings(how.get("kind", "nf4")), four_bits(**how))
     opened = open_checkpoint(path, dtype="float32")
     tiny.assert_same_shapes(opened)
-    assert_equal(opened.read(), tmp_path / "b", HF, equal)
+    assert_equal(opened.read(), equal_model(tmp_path / "b", HF, equal))
     leaf = xj.load_model(path).params["layers"][0]["q"]["weight"]
     assert leaf.dtype == jnp.bfloat16
     assert is_quantized(xj.load_model(path, quantize="int4").params["layers"][0]["q"]["weight"])
@@ -108,7 +98,7 @@ def test_four_bits_become_floats(tmp_path, how):
 def test_odd_rows_begin_within_a_byte(tmp_path):
     hf = HF | dict(intermediate_size=63)
     path, equal = checkpoint(tmp_path / "a", hf, settings(), four_bits(nested=True))
-    assert_equal(xj.load_model(path, "float32"), tmp_path / "b", hf, equal)
+    assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", hf, equal))
 
 
 @pytest.mark.parametrize("name", full_except(["phi3-defaults"], ["moe-defaults", "gemma4-experts"]))
@@ -121,7 +111,7 @@ def test_four_bits_of_fused_matrices_and_mixtures(tmp_path, name):
         lambda name, x: encode(name, x) if x.ndim == 2 else ({name: x}, x),
     )
     path = write(tmp_path / "a", hf | dict(quantization_config=settings()), stored)
-    assert_equal(xj.load_model(path, "float32"), tmp_path / "b", hf, equal)
+    assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", hf, equal))
 
 
 def test_int8_stays_as_it_is(tmp_path):
@@ -130,8 +120,10 @@ def test_int8_stays_as_it_is(tmp_path):
     tiny.assert_same_shapes(opened)
     model = opened.read()
     assert isinstance(model.params["layers"][0]["q"]["weight"], GroupedWeight)
-    assert_equal(model, tmp_path / "b", HF, equal, 2**-22)
-    assert_equal(xj.load_model(path, "float32", dequantize=True), tmp_path / "c", HF, equal, 2**-22)
+    assert_equal(model, equal_model(tmp_path / "b", HF, equal), 2**-22)
+    assert_equal(
+        xj.load_model(path, "float32", dequantize=True), equal_model(tmp_path / "c", HF, equal), 2**-22
+    )
     with pytest.raises(xj.InputError, match="cannot be written in the format bitsandbytes"):
         xj.save_model(tmp_path / "d", model.params, model.config)
 
@@ -140,7 +132,7 @@ def test_settings_without_a_method(tmp_path):
     """As versions of transformers before 4.34 wrote them."""
     old = {name: x for name, x in settings().items() if name != "quant_method"}
     path, equal = checkpoint(tmp_path / "a", HF, old, four_bits())
-    assert_equal(xj.load_model(path, "float32"), tmp_path / "b", HF, equal)
+    assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", HF, equal))
 
 
 STATE = f"{Q0}.weight.quant_state.bitsandbytes__nf4"

@@ -10,7 +10,6 @@ import xinfer_jax as xj
 pytestmark = pytest.mark.oldest
 
 HF = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, vocab_size=272)
-IDS = np.arange(12, dtype=np.int32)[None] * 7
 
 
 def pack(levels_OI, bits):
@@ -67,8 +66,6 @@ def test_all_sizes(tmp_path):
     assert model.params["layers"][0]["up"]["weight"].dtype == "float32"
     floats = xj.load_model(tmp_path / "mlx", "float32", dequantize=True)
     jax.tree.map(np.testing.assert_array_equal, floats.params, float_model.params)
-    (want, got) = (xj.forward(x.params, x.config, IDS)[0] for x in (float_model, model))
-    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_a_model_that_sees(tmp_path):

@@ -73,7 +73,6 @@ def opened(path: Path) -> tuple[xj.Tokenizer, list[str]]:
 
 
 S, A, B, UPPER, SA, SUPPER, SS = 259, 260, 261, 262, 263, 264, 265  # "▁", "a", "b", "A", "▁a", "▁A", "▁▁"
-AB = [UPPER, B]
 # name: (tokenizer_config.json, ids of TEXT)
 LLAMA_SETTINGS = {
     "as in the file": (dict(tokenizer_class="PreTrainedTokenizerFast"), [SS, SUPPER, B, 1, SA, S, B]),

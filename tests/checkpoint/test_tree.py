@@ -161,7 +161,7 @@ def test_a_model_of_ones_own_arrays():
 
 def test_what_has_no_tensors():
     config, _, _ = published("qwen2-gqa-tied-old")
-    quantized = xj.init_params(config, jax.random.key(0), quantize="int8")
+    quantized = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), quantize="int8"))
     with pytest.raises(xj.InputError, match="only float parameters have tensors; quantized: embed"):
         xj.params_to_tensors(quantized, config)
 
@@ -171,6 +171,9 @@ def test_what_has_no_tensors():
 def test_config_json_is_written(name):
     config = cases.CASES[name].config
     assert xj.from_hf(to_hf(config)) == config
+
+
+FAMILIES = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
 
 
 def neutral(hf: dict) -> Iterator[dict]:
@@ -184,9 +187,6 @@ def neutral(hf: dict) -> Iterator[dict]:
     for field in dataclasses.fields(RopeConfig) if scaling else ():
         for value in (0, 1, 1.0, field.default):
             yield hf | {scaling: hf[scaling] | {field.name: value}}
-
-
-FAMILIES = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
 
 
 @pytest.mark.unit

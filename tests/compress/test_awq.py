@@ -3,8 +3,7 @@ reports the loss.
 """
 
 import json
-import random
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 import run_script
 import tiny
-import tokenizers
 from parity_cases import CASES, Case, params_from, random_tensors
 from paths import STORIES
-from quick import full_except
-from train import tiny_data as data
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.gptq import fake_quantize, gptq_matrix
 from xinfer_jax.model.forward_parts import embed_tokens, final_norm
@@ -29,7 +24,7 @@ from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
-FAMILIES = ("qwen2-gqa-tied-old", "smollm3-window", "granite-tied-old")
+FAMILIES = ("qwen2-gqa-tied-old", "granite-tied-old")
 
 
 def one_layer(name: str) -> xj.ModelConfig:
@@ -83,9 +78,7 @@ def test_scales_do_not_change_the_function(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "bits, group, inputs", [(8, None, 70), (8, 70, 70), (8, 16, 70), (4, None, 70), (4, 16, 64), (4, 128, 70)]
-)
+@pytest.mark.parametrize("bits, group, inputs", [(8, None, 70), (8, 16, 70), (4, 16, 64), (4, 128, 70)])
 def test_fake_quantize_equals_quantize_matrix(bits, group, inputs):
     matrix_NK = np.random.RandomState(0).standard_normal((24, inputs)).astype(np.float32)
     stored = jax.tree.map(jnp.asarray, quantize_matrix(matrix_NK, bits, group)).dequantize()
@@ -94,7 +87,7 @@ def test_fake_quantize_equals_quantize_matrix(bits, group, inputs):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits, group", [(8, None), (8, 70), (8, 16), (4, None), (4, 16)])
+@pytest.mark.parametrize("bits, group", [(8, None), (8, 16), (4, 16)])
 def test_gptq_has_smaller_errors_than_rounding_to_nearest(bits, group):
     """On correlated inputs; and the leaf has the type and shapes of `quantize_matrix`."""
     rng = np.random.RandomState(1)
@@ -169,93 +162,35 @@ def test_bad_arguments_of_awq_raise(rows, quantize, group, named):
 
 
 @partial(jax.jit, static_argnums=1)
-def log_probabilities(params, config, tokens_BT, length_B):
-    logits_BTV = xj.forward(params, config, tokens_BT, num_tokens_B=length_B)[0][:, :-1]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[
-        ..., 0
-    ], logits_BTV.argmax(-1)
+def scores(params, config, tokens_BT):
+    """Log-probabilities of tokens, and the most probable ones."""
+    logits_BTV = xj.forward(params, config, tokens_BT)[0][:, :-1]
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV)
+    return jnp.take_along_axis(logprobs_BTV, tokens_BT[:, 1:, None], 2)[..., 0], logits_BTV.argmax(-1)
 
 
-class Text:
-    """A model, calibration text, evaluation text, and which tokens of the evaluation text are scored."""
-
-    def __init__(
-        self, model: xj.Model, calibration: list[list[int]], rows: list[list[int]], scored: list[list[bool]]
-    ):
-        self.model = model
-        self.calibration = calibration
-        self.tokens_BT, self.real_BT = np.zeros((2, len(rows), max(map(len, rows))), np.int32)
-        for i, ids in enumerate(rows):
-            self.tokens_BT[i, : len(ids)] = ids
-            self.real_BT[i, : len(ids)] = scored[i]
-        self.length_B = np.array([len(ids) for ids in rows])
-        self.before = self.scores(model.params)
-
-    def scores(self, params):
-        scores = jax.device_get(log_probabilities(params, self.model.config, self.tokens_BT, self.length_B))
-        return [kind[self.real_BT[:, 1:] > 0] for kind in scores]
-
-    def loss(self, params) -> tuple[float, float]:
-        """Change of perplexity, as a fraction, and top-1 agreement."""
-        after = self.scores(params)
-        return float(np.exp(self.before[0].mean() - after[0].mean()) - 1), float(
-            (self.before[1] == after[1]).mean()
-        )
-
-
-@cache
-def conversations() -> Text:
-    """The bundled model is trained on the assistant's messages, so only these are scored."""
-    model = xj.load_model(dtype="float32")
-    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-
-    def samples(seed: int, count: int) -> list:
-        pairs = (data.encode(tokenizer, messages) for messages in data.conversations(random.Random(seed)))
-        return [pair for pair, _ in zip(pairs, range(count), strict=False)]
-
-    calibration = [ids for ids, _ in samples(1, 60)]
-    evaluation = [(ids, scored) for ids, scored in samples(2, 100) if ids not in calibration]
-    return Text(model, calibration, *map(list, zip(*evaluation, strict=True)))
-
-
-@cache
-def stories() -> Text:
-    """Text that the model itself generates."""
-    if not STORIES.is_dir():
-        pytest.skip(f"the real data is missing: {STORIES}")
+@pytest.mark.full
+@pytest.mark.skipif(not STORIES.is_dir(), reason=f"the real data is missing: {STORIES}")
+def test_loss_of_a_trained_model():
+    """On text that the model itself generates: change of perplexity, as a fraction, and top-1 agreement. int8
+    loses almost nothing; int4 with AWQ at most 5 %, and less than rounded to nearest.
+    """
     model = xj.load_model(STORIES, dtype="float32")
     options = xj.GenerateOptions(127, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
-    out = xj.generate(model.params, model.config, [[1]] * 64, options, key=jax.random.key(0))
+    out = xj.generate(model.params, model.config, [[1]] * 40, options, key=jax.random.key(0))
     rows = [[1, *ids] for ids in out.tokens]
-    return Text(model, rows[:48], rows[48:], [[True] * 128] * 16)
+    calibration, tokens_BT = rows[:24], np.array(rows[24:], np.int32)
+    before = scores(model.params, model.config, tokens_BT)
 
+    def loss(params) -> tuple[float, float]:
+        after = scores(dequantized(params), model.config, tokens_BT)
+        return np.exp(before[0].mean() - after[0].mean()) - 1, (before[1] == after[1]).mean()
 
-TEXTS = full_except((), [conversations, stories], soak=[conversations])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("text", TEXTS, ids=["conversations", "stories"])
-def test_int8_loses_almost_nothing(text):
-    """Stories have many near ties."""
-    change, same = text().loss(awq.quantized_params(text().model.params, "int8"))
-    assert abs(change) < 0.01 and same >= 0.99
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("text", TEXTS, ids=["conversations", "stories"])
-def test_int4_with_awq(text):
-    """Perplexity within 5%, and better than rounding to nearest."""
-    evaluation = text()
-    nearest, same_nearest = evaluation.loss(
-        dequantized(awq.quantized_params(evaluation.model.params, "int4"))
-    )
-    change, same = evaluation.loss(
-        dequantized(
-            awq.awq_params(evaluation.model.params, evaluation.model.config, evaluation.calibration, "int4")
-        )
-    )
-    assert change < 0.05 and change < nearest
-    assert same > same_nearest or same > 0.995  # in conversations the rest are a few near ties
+    change, same = loss(awq.quantized_params(model.params, "int8"))
+    assert abs(change) < 0.01 and same >= 0.99  # stories have many near ties
+    nearest, same_nearest = loss(awq.quantized_params(model.params, "int4"))
+    change, same = loss(awq.awq_params(model.params, model.config, calibration, "int4"))
+    assert change < 0.05 and change < nearest and same > same_nearest
 
 
 # --- scripts/quantize.py ------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ ACCEPTED = dict(
     rope_theta=lambda value: value == 2**31,
     rope_local_base_freq=lambda value: value == 2**31,
 )
-CASES = {f"parity-{name}": case.hf for name, case in parity_cases.CASES.items()}
-CASES |= {f"config-{name}": hf for name, (hf, _) in (test_config.FAMILIES | test_config.ROPES).items()}
+CASES = {name: case.hf for name, case in parity_cases.CASES.items()}
 
 
 def number_paths(value, at=()):

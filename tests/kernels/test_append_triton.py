@@ -29,6 +29,7 @@ CASES = {  # T, N, K, H, pairs, slots, start_B, num_tokens_B, dtypes, and what e
     "no-rope": (2, 2, 2, 8, 0, 8, (0, 7), (0, 2), (F32, BF16), {}),
     "ring": (3, 3, 1, 16, 8, 8, (6, 30), (3, 3), (F32, F32), dict(ring=True, capacity=32)),
     "int8-partial-width": (2, 2, 1, 20, 6, 8, (0, 6), (2, 2), (BF16, 8), {}),
+    "width-512-int8": (2, 2, 1, 512, 256, 8, (0, 6), (2, 2), (BF16, 8), {}),
     "int4-pages": (3, 4, 2, 16, 8, 4, (3, 6), (3, 3), (BF16, 4), dict(pages=2)),
     "pages": (3, 14, 2, 16, 8, 4, (3, 8, 6), (3, 0, 3), (BF16, F32), dict(pages=2)),
 }

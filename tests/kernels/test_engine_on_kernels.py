@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from random_matrices import quantized_experts
+from random_matrices import quantized_experts, random_params
 from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
@@ -30,7 +30,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
         params, config = build("qwen2")
     else:
         config = from_hf(QWEN | EXPERTS | dict(model_type=family, hidden_size=64))
-        params = xj.init_params(config, jax.random.key(1), "bfloat16")
+        params = random_params(config, dtype="bfloat16")
         first, *others = params["layers"]
         params["layers"] = quantized_experts(first, "int4", 32), *others
     model = xj.Model(params, config)
@@ -58,7 +58,7 @@ def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype
     if config is None:
         params, config = build(name)
     else:
-        params = xj.init_params(config, jax.random.key(1), "float32")
+        params = random_params(config)
         for layer in params["layers"]:
             layer["k"]["bias"] = 5 * jax.random.normal(jax.random.key(2), layer["k"]["bias"].shape)
     tokens_BT = np.array(prompts(70, 70))

@@ -20,12 +20,11 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.config.run_config import DEFAULT, PLAIN, RunConfig
+from xinfer_jax.config.run_config import PLAIN, RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 from xinfer_jax.model.decoder import unembed
 from xinfer_jax.model.forward_parts import hidden_states
-from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.quantization import with_int8_activations
 
@@ -147,48 +146,18 @@ def fake_gpu(request, monkeypatch):
 @pytest.mark.full
 def test_the_whole_decode_step_lowers_for_cuda(fake_gpu):
     """All three programs use the attention kernel, and Triton's for products; the loop also the head
-    kernel.
+    kernel. No program for a CPU has one.
     """
     with jax.sharding.use_abstract_mesh(h200()):
-        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs()]
+        programs = [*decode_programs()]
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]
+        on_cpu = programs[1].lower(lowering_platforms=("cpu",)).as_text()
     calls = [text.count(f'call_target_name = "{fake_gpu}') + text.count(f"@{fake_gpu}") for text in texts]
     # The decode step appends by a kernel too.
     assert calls[:2] == ([1, 1] if fake_gpu == "mosaic_gpu" else [5, 6]) and calls[2] >= 2, calls
-
-
-def default_calls(q, k, v, length, x, weight):
-    """The kernels of a forward pass, a decode step and a gradient, with impl=None."""
-
-    def loss(q, k, v):
-        return jnp.sum(
-            attention(q, uncached_kv(k, v), VisibleKeys(None, length), Scoring(0.1)).astype(jnp.float32)
-        )
-
-    decoded = attention(q[:, :1], uncached_kv(k, v), VisibleKeys(length - 1, length), Scoring(0.1))
-    loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-    params = {"embed": {"weight": weight}}
-    config = from_hf(QWEN)
-    assert can_fuse_head(params, x, DEFAULT)
-    return (
-        decoded,
-        jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient),
-        argmax(q[:, 0, 0]),
-        greedy_tokens(params, config, x),
-    )
-
-
-BY_DEFAULT = (
-    *(SD(shape, jnp.bfloat16) for shape in [(4, 32, 8, 64), (4, 2, 512, 64), (4, 2, 512, 64)]),
-    *(SD((4,), jnp.int32), SD((4, 64), jnp.bfloat16), SD((320, 64), jnp.bfloat16)),
-)
-
-
-@pytest.mark.full
-def test_impl_none_runs_kernels_on_a_gpu_only(fake_gpu):
-    assert lowered_for_cuda(default_calls, *BY_DEFAULT).count(fake_gpu) >= 4
-    assert fake_gpu not in jax.jit(default_calls).lower(*BY_DEFAULT).as_text()
-    stacked = [SD((3, *x.shape), x.dtype) for x in BY_DEFAULT]
-    assert lowered_for_cuda(jax.vmap(default_calls), *stacked).count(fake_gpu) >= 4
+    products_and_append = texts[1].count("@__gpu$xla.gpu.triton")
+    assert products_and_append == (5 if fake_gpu == "mosaic_gpu" else 6)
+    assert fake_gpu not in on_cpu
 
 
 def test_select_states_its_reasons():
@@ -279,3 +248,26 @@ def test_without_a_gpu_none_means_xla_and_kernel_names_raise():
         xj.InputError, match="one of mosaic, triton, tpu, xla, interpret, interpret_tpu, got 'fast'"
     ):
         xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))
+
+
+# Heads of full layers are 512 wide, those of sliding layers 64.
+HF = QWEN | dict(model_type="gemma4_text", num_attention_heads=2, head_dim=64, global_head_dim=512)
+HF |= dict(num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=9)
+HF |= dict(layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0)
+GEMMA4 = from_hf(HF)
+
+
+@pytest.mark.parametrize(
+    "capability, platform, impl, others",
+    [
+        ((9, 0), "cuda", "mosaic", "1 of 2 layers by triton: here; head width 512 is above 256"),
+        ((8, 0), "cuda", "triton", None),
+        (None, "tpu", "tpu", None),
+    ],
+)
+def test_kernels_used_says_which_layers_have_another_one(capability, platform, impl, others):
+    params = jax.eval_shape(lambda: xj.init_params(GEMMA4, jax.random.key(1), "bfloat16"))
+    with kernels_pallas.assume_device(capability, "here", platform):
+        used = xj.kernels_used(params, GEMMA4, kv_dtype="bfloat16")
+    for kernel in ("prefill_attention", "decode_attention"):
+        assert used[kernel] == (impl, "here" if others is None else f"here; {others}")

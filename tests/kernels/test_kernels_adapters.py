@@ -49,8 +49,9 @@ def test_products(impl):
     args = (x_MI, matrices, norm_I)
     run = jax.jit(partial(kernels_pallas.run_kernel, impl, "product", eps=1e-6))
     limit = 1e-5 if dtype == jnp.float32 else 2**-7
-    alone = reference_products.product(x_MI, [each._replace(adapters=None) for each in matrices], norm_I)
-    want = reference_products.product(*args, eps=1e-6)
+    reference = jax.jit(partial(reference_products.product, eps=1e-6))
+    alone = reference(x_MI, [each._replace(adapters=None) for each in matrices], norm_I)
+    want = reference(*args)
     got = run(*args)
     others = [
         each._replace(adapters=dataclasses.replace(each.adapters, adapter_M=adapter_M.at[1:].set(0)))

@@ -13,9 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from layer_changes import with_experts
 from parity_cases import CASES
 from quick import full_except
+from random_matrices import random_params
 
 import kernels_pallas
-import xinfer_jax as xj
 from kernels_pallas import reference, triton
 from kernels_pallas.triton.experts import _sort
 from xinfer_jax.backends.expert_tiles import sort_choices
@@ -151,9 +151,8 @@ def test_vmap_equals_a_loop():
 def layer_of(dtype="float32", hidden_act="silu", **changes):
     config = dataclasses.replace(CASES["moe-defaults"].config, hidden_act=hidden_act)
     config = with_experts(config, intermediate_size=F, **changes)
-    params = xj.init_params(config, jax.random.key(0), dtype)
-    x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size), dtype)
-    return config, params["layers"][0], x_BTD
+    x_BTD = np.random.default_rng(1).standard_normal((2, 5, config.hidden_size))
+    return config, random_params(config, dtype=dtype)["layers"][0], jnp.asarray(x_BTD, dtype)
 
 
 @pytest.mark.full

@@ -30,7 +30,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
     errors = json.loads(done.stdout.splitlines()[-1])
     print(errors)
     bounds = {"prefill": 2e-2, "decode": 2e-2, "argmax": 0, "head": 2e-4}
-    assert len(errors) == 24 and all(
+    assert len(errors) == 20 and all(
         value <= bounds[name.split()[0].strip(",")] for name, value in errors.items()
     ), errors
 
@@ -54,8 +54,10 @@ def attention_lowers(kernel, T, keys, *shape):
     return "mosaic_gpu" in lowered_for_cuda(run, *shapes)
 
 
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "width, dtype",
+    [*((width, jnp.bfloat16) for width in (64, 80, 96, 128, 256)), (64, jnp.float16)],
+)
 def test_attention_lowers_for_cuda(width, dtype):
     """Lowering rejects tiles that do not fit shared memory, invalid wgmma shapes and impossible layouts."""
     assert attention_lowers("decode_attention", 1, "contiguous", width, dtype)

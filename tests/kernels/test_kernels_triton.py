@@ -218,18 +218,9 @@ def test_attention_of_any_width_lowers_for_cuda(dtype, H):
 @pytest.mark.parametrize("kernel", ["prefill", "decode", "lm_head"])
 def test_kernels_lower_inside_shard_map(kernel):
     f, args = calls(interpret=False)[kernel]
-    heads = PartitionSpec(None, "x")
-    rows = PartitionSpec("x")
-    specs, out = {
-        "prefill": (
-            (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),
-            PartitionSpec(None, None, "x"),
-        ),
-        "decode": (
-            (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),
-            PartitionSpec(None, None, "x"),
-        ),
-        "lm_head": ((PartitionSpec(), rows), rows),
-    }[kernel]
+    heads, of_queries = PartitionSpec(None, "x"), PartitionSpec(None, None, "x")
+    specs, out = (of_queries, heads, heads, PartitionSpec(), PartitionSpec()), of_queries
+    if kernel == "lm_head":
+        specs, out = (PartitionSpec(), PartitionSpec("x")), PartitionSpec("x")
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=GPU)
     assert lower(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out), *args, mesh=mesh, specs=specs)

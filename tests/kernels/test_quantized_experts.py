@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from layer_changes import with_experts
 from parity_cases import CASES
-from random_matrices import FP8, INT4, matrix, quantized_experts
+from random_matrices import FP8, INT4, matrix, quantized_experts, random_params
 
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-KERNELS = {"triton": triton.gated_experts}
 KINDS = ["int8", INT4, "fp8", *[(4, 32, False), (4, 96, True), (8, 32, False)], FP8[1]]
 
 
@@ -48,35 +47,32 @@ def case(  # noqa: PLR0913
     return x_MD, weight_MU, jnp.asarray(expert_MU), *(x._replace(bias=None) for x in several), *added
 
 
-def check(run, args, num_experts=None, limit=None):
+def check(args, num_experts=None, limit=None):
     """A token that is NaN stays in its row."""
     given = dict(activation=jax.nn.silu, limit=limit)
-    got = jax.jit(partial(run, interpret=True, num_experts=num_experts, **given))(*args)
+    got = jax.jit(partial(triton.gated_experts, interpret=True, num_experts=num_experts, **given))(*args)
     want = np.asarray(jax.jit(partial(reference.gated_experts, **given))(*args))
     assert got.dtype == want.dtype == np.float32
     np.testing.assert_allclose(got, want, atol=2e-2 * np.nanmax(np.abs(want), initial=1e-9))
 
 
-@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=() if x in ("int8", INT4) else pytest.mark.full) for x in KINDS]
 )
-def test_kernels_equal_their_reference(kind, name):
-    check(KERNELS[name], case(0, kind, 9, 2, 6, 384, 192))
+def test_kernels_equal_their_reference(kind):
+    check(case(0, kind, 9, 2, 6, 384, 192))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("kind", ["int8", INT4])
-def test_many_experts_and_those_of_other_devices(kind, name):
+def test_many_experts_and_those_of_other_devices(kind):
     x_MD, *others = case(1, kind, 150, 3, 4, 64, 64, "float16", 12, True)
-    check(KERNELS[name], (x_MD.at[2].set(jnp.nan), *others), 12, 0.7)
-    check(KERNELS[name], case(2, kind, 9, 8, 128, 64, 64))
+    check((x_MD.at[2].set(jnp.nan), *others), 12, 0.7)
+    check(case(2, kind, 9, 8, 128, 64, 64))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", KERNELS)
-def test_random_shapes(name):
+def test_random_shapes():
     for seed in range(100):
         draws = np.random.default_rng(seed)
         kind = KINDS[seed % len(KINDS)]
@@ -88,13 +84,12 @@ def test_random_shapes(name):
         dtype = draws.choice(["bfloat16", "float16"])
         x_MD, *others = case(seed, kind, tokens, U, X, D, F, dtype, experts, draws.choice([False, True]))
         x_MD = x_MD.at[0].set(jnp.nan) if draws.integers(3) == 0 else x_MD
-        check(KERNELS[name], (x_MD, *others), experts, draws.choice([None, 0.7]))
+        check((x_MD, *others), experts, draws.choice([None, 0.7]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", KERNELS)
-def test_bits_of_a_choice_depend_on_no_other_choice(name):
-    run = jax.jit(partial(KERNELS[name], interpret=True, activation=jax.nn.silu))
+def test_bits_of_a_choice_depend_on_no_other_choice():
+    run = jax.jit(partial(triton.gated_experts, interpret=True, activation=jax.nn.silu))
     x, weight, expert, *several = case(3, INT4, 40, 2, 6, 64, 64)
     out_MD = np.asarray(run(x, weight, expert, *several))
     order = np.random.RandomState(1).permutation(40)
@@ -107,15 +102,15 @@ def layer_of(quantize, group):
     config = with_experts(
         dataclasses.replace(CASES["moe-defaults"].config, hidden_size=64), intermediate_size=96
     )
-    layer = xj.init_params(config, jax.random.key(0), "bfloat16")["layers"][0]
+    layer = random_params(config, dtype="bfloat16")["layers"][0]
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, 64), "bfloat16")
     return config, quantized_experts(layer, quantize, group), x_BTD
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("impl", ["interpret"])
-def test_layer_and_its_gradient_equal_those_of_xla(impl):
+def test_layer_and_its_gradient_equal_those_of_xla():
     """The gradient is that of xla, from the same cotangent."""
+    impl = "interpret"
     config, layer, x_BTD = layer_of("int4", 32)
     x_BTD = x_BTD[:1, :3]
     assert select_experts(impl, x_BTD[0], layer["experts"]).impl == impl

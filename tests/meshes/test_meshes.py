@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from paths import SUPPORT
+from random_matrices import random_params
 from run_script import run_on_devices
 from small_models import QWEN
 
@@ -45,7 +46,7 @@ def answers(params, tokens_BT, num_tokens_B, key_data, times=1, cache_dtype=None
     "given", [{}, dict(times=60), dict(cache_dtype="gear")], ids=["plain", "chunks", "gear"]
 )
 def test_shard_map_checks_values_that_vary_between_devices(given):
-    params = jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "float32"))
+    params = jax.eval_shape(lambda: random_params(CONFIG))
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
 
     def run(*args):
@@ -59,7 +60,7 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
 
 def main():
     """With the check and without, on meshes of both axis types: equal results."""
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     outs = []
     for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):
         mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
@@ -79,11 +80,10 @@ def test_shard_map_on_two_devices():
 @pytest.mark.parametrize(
     "cases",
     [
-        "collectives_of_a_layer collectives_of_sampling",
         "formats bitnet_files mxfp4_files scaled_files gguf_leaves gradients another_layout other_ways",
         "odd_vocabulary odd_formats odd_tree_of_a_user tensors_by_name explicit_axes resharded",
         "an_engine caches int8_activations kernels experts rows_over_data training adapters taps",
-        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4 glm4_moe-4 lfm2-8",
+        "collectives_of_a_layer collectives_of_sampling qwen2-8 gpt_oss-4 olmo3-2 gemma4-4 glm4_moe-4 lfm2-8",
     ],
 )
 def test_a_model_over_a_mesh(cases):
@@ -99,7 +99,7 @@ def mesh():
 @pytest.mark.parametrize("how", ["closed over", "vmap", "remat"])
 def test_explicit_axes_outside_a_trace(mesh, how):
     """Parameters that are not traced, beside tokens that may be."""
-    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    params = random_params(CONFIG)
     tokens_BT = jax.numpy.arange(6).reshape(2, 3) + 1
     want = jax.jit(xj.forward, static_argnums=1)(params, CONFIG, tokens_BT)[0]
     explicit = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, REPLICATED)), params)

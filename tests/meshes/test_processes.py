@@ -36,7 +36,7 @@ from xinfer_jax.processes.control_channel import ControlChannel
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 SHAPE = dict(rows=2, capacity=256, pages=12)
-LINES = 80
+LINES = 40
 SECRET = b"s" * 32
 OTHER = b"o" * 32
 
@@ -424,6 +424,24 @@ def test_shared_secrets_of_processes(tmp_path, monkeypatch, command, cache):
         secret.load_secret(None, "::1")
 
 
+def run_two(*arguments) -> list[str]:
+    """What two Python processes print; "{}" in their arguments is the number of the process."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    started = []
+    for i in range(2):
+        command = [sys.executable, *(str(argument).replace("{}", str(i)) for argument in arguments)]
+        environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=path)
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        ended = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), [err[-2000:] for _, err in ended]
+    return [out for out, _ in ended]
+
+
 SAVING = """
 import sys
 import jax
@@ -451,17 +469,7 @@ except xj.InputError as error:
 
 def test_a_model_of_two_processes_is_saved(model, tmp_path):
     """One process writes what both have; where its disk is full, both say so."""
-    address = f"127.0.0.1:{free_port()}"
-    environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", SAVING, address]
-    jobs = [
-        subprocess.Popen(
-            [*command, str(i), str(model), str(tmp_path)], env=environment, text=True, stdout=subprocess.PIPE
-        )
-        for i in range(2)
-    ]
-    outs = [job.communicate(timeout=300)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
+    outs = run_two("-c", SAVING, f"127.0.0.1:{free_port()}", "{}", model, tmp_path)
     assert "No space left on device" in outs[0] and "the first process could not save" in outs[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     (saved, wanted) = (xj.load_model(path, "float32") for path in (tmp_path / "out", model))
@@ -471,21 +479,8 @@ def test_a_model_of_two_processes_is_saved(model, tmp_path):
 
 def test_new_weights_in_all_processes_or_none():
     """Host arrays and arrays of both processes; a tree that is wrong in one of them, or in both."""
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    program = [sys.executable, str(SUPPORT / "update_in_processes.py"), str(free_port())]
-    started = [
-        subprocess.Popen(
-            [*program, str(i)], env=os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=path), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    first, second = (json.loads(out.splitlines()[-1]) if out else err[-2000:] for out, err in ended)
+    outs = run_two(SUPPORT / "update_in_processes.py", free_port(), "{}")
+    first, second = (json.loads(out.splitlines()[-1]) for out in outs)
     assert second[0].startswith("process 0 calls update first")
     assert first == second[1:] and len(first) == 2
     assert (

@@ -11,6 +11,8 @@ from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 pytestmark = pytest.mark.oldest
 
+attend = jax.jit(attention, static_argnames="scoring")
+
 
 def reference(q_BTNH, k_BKSH, v_BKSH, length_B, start_B, scale, window):
     """Softmax over the whole score matrix, in float64."""
@@ -39,37 +41,40 @@ def arrays(seed, B, T, N, K, S, H):
     )
 
 
-@pytest.mark.parametrize("window", full_except([None, 300], [None, 5, 300]), ids="window={}".format)
-@pytest.mark.parametrize(
-    "T,S,start,length",
-    [
-        (1, 40, (0, 17), (1, 18)),
-        (1, 600, (599, 3), (600, 4)),
-        (7, 600, (250, 500), (257, 503)),
-        (600, 700, (0, 64), (600, 664)),
-        (4, 9, (5, 0), (9, 0)),
-    ],
-    ids=["one-token", "one-token-long", "chunk", "long-chunk", "empty-row"],
-)
-@pytest.mark.parametrize(
-    "N,K",
-    full_except([(6, 2)], [(4, 4), (6, 2), (3, 1)]),
-    ids=["MHA", "GQA", "MQA"],
-)
-def test_attention_equals_the_textbook_formula(N, K, T, S, start, length, window):
+SHAPES = {  # T, S, starts, lengths
+    "one-token": (1, 40, (0, 17), (1, 18)),
+    "one-token-long": (1, 600, (599, 3), (600, 4)),
+    "chunk": (7, 600, (250, 500), (257, 503)),
+    "long-chunk": (600, 700, (0, 64), (600, 664)),
+    "empty-row": (4, 9, (5, 0), (9, 0)),
+}
+# Each two of shape, heads and window.
+QUICK = [
+    ("one-token", (6, 2), None), ("one-token-long", (6, 2), 300), ("chunk", (4, 4), 300),
+    ("long-chunk", (6, 2), None), ("empty-row", (3, 1), 5),
+]  # fmt: skip
+OTHERS = [
+    ("one-token", (3, 1), 300), ("one-token", (4, 4), 5), ("one-token-long", (4, 4), None),
+    ("one-token-long", (3, 1), 5), ("chunk", (6, 2), 5), ("chunk", (3, 1), None), ("long-chunk", (4, 4), 5),
+    ("long-chunk", (3, 1), 300), ("empty-row", (4, 4), 300), ("empty-row", (6, 2), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, heads, window", full_except(QUICK, QUICK + OTHERS))
+def test_attention_equals_the_textbook_formula(shape, heads, window):
+    T, S, start, length = SHAPES[shape]
+    N, K = heads
     q, k, v = arrays(0, 2, T, N, K, S, 8)
     start = np.array(start, np.int32)
     length = np.array(length, np.int32)
-    got = jax.jit(attention, static_argnames="scoring")(
-        q, uncached_kv(k, v, window), VisibleKeys(start, length), scoring=Scoring(0.3)
-    )
+    got = attend(q, uncached_kv(k, v, window), VisibleKeys(start, length), scoring=Scoring(0.3))
     real = np.arange(T)[None] < (length - start)[:, None]  # padding queries are undefined
     np.testing.assert_allclose(
         np.asarray(got)[real], reference(q, k, v, length, start, 0.3, window)[real], atol=2e-6
     )
 
 
-@pytest.mark.parametrize("T", [40, 700])
+@pytest.mark.parametrize("T", full_except([700], [40, 700]))
 def test_never_written_slots_do_not_leak(T):
     q, k, v = arrays(1, 2, 3, 4, 2, T, 8)
     length = np.array([T - 9, 5], np.int32)
@@ -78,8 +83,8 @@ def test_never_written_slots_do_not_leak(T):
         for b, n in enumerate(length):
             x[b, :, n:] = np.nan
     visible = VisibleKeys(length - 3, length)
-    clean = attention(q, uncached_kv(k, v), visible, Scoring(1.0))
-    np.testing.assert_array_equal(attention(q, uncached_kv(*poisoned), visible, Scoring(1.0)), clean)
+    clean, got = (attend(q, uncached_kv(*keys), visible, scoring=Scoring(1.0)) for keys in ((k, v), poisoned))
+    np.testing.assert_array_equal(got, clean)
 
 
 @pytest.mark.full
@@ -122,8 +127,7 @@ def test_a_long_prompt_needs_no_score_matrix():
     T = 8192
     q = jnp.zeros((1, T, 8, 32))
     k = jnp.zeros((1, 2, T, 32))
-    function = jax.jit(attention, static_argnames="scoring")
     for start in (None, np.zeros(1, np.int32)):
         visible = VisibleKeys(start, np.array([T], np.int32))
-        compiled = function.lower(q, uncached_kv(k, k), visible, scoring=Scoring(1.0)).compile()
+        compiled = attend.lower(q, uncached_kv(k, k), visible, scoring=Scoring(1.0)).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20

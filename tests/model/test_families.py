@@ -9,6 +9,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from layer_changes import with_experts
+from random_matrices import random_params, write_checkpoint
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
@@ -25,25 +26,9 @@ SWITCHING = "phi3-longrope-both-partial"  # at 32 tokens
 forward = jax.jit(xj.forward, static_argnames="config")
 
 
-def build(name, seed=5):
+def build(name):
     config = cases.CASES[name].config
-    return config, cases.params_from(config, cases.random_tensors(config, seed))
-
-
-def write_checkpoint(path, name, fused=False, seed=5):
-    """A checkpoint of a case, with separate matrices or fused ones as in transformers."""
-    case = cases.CASES[name]
-    tensors = cases.random_tensors(case.config, seed)
-    stored = cases.fuse_tensors(case.config, tensors) if fused else {}
-    for spec in () if fused else jax.tree.leaves(file_specs(case.config)):
-        stored |= zip(
-            spec.tensor_shapes(),
-            tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
-            strict=True,
-        )
-    return tiny.write(
-        path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False
-    )
+    return config, cases.params_from(config, cases.random_tensors(config, 0))
 
 
 def assert_equal(got, want):
@@ -56,7 +41,7 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("name", ["phi3-defaults", "moe-some-layers-dense"])
 def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
-    opened = open_checkpoint(write_checkpoint(tmp_path, name, fused), dtype="float32")
+    opened = open_checkpoint(write_checkpoint(tmp_path, cases.CASES[name].hf, fused), dtype="float32")
     tiny.assert_same_shapes(opened)
     assert_equal(opened.read().params, build(name)[1])
 
@@ -85,8 +70,9 @@ def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "phi3-defaults"])
-def test_int8_logits_are_close_to_float32(name):
+def test_int8_logits_are_close_to_float32():
+    """With norms around both parts of each layer."""
+    name = "gemma2-no-caps-layer-types"
     config, params = build(name)
     prompt = np.array([cases.prompts(cases.CASES[name])[1]])
     exact, near = (
@@ -97,12 +83,14 @@ def test_int8_logits_are_close_to_float32(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["moe-some-layers-dense", "qwen3-next-sparse-step", "glm4-moe-groups"])
+@pytest.mark.parametrize(
+    "name, quantize",
+    [("moe-some-layers-dense", "int8"), ("qwen3-next-sparse-step", "int4"), ("glm4-moe-groups", "int8")],
+)
 def test_quantized_experts(tmp_path, name, quantize):
     """From stacked tensors and from one for each expert; the first have interleaved projections too."""
     config, params = build(name)
-    paths = [write_checkpoint(tmp_path / str(fused), name, fused) for fused in (True, False)]
+    paths = [write_checkpoint(tmp_path / str(fused), cases.CASES[name].hf, fused) for fused in (True, False)]
     models = [xj.load_model(path, dtype="float32", quantize=quantize) for path in paths]
     assert_equal(*(model.params for model in models))
     params = models[0].params
@@ -128,14 +116,16 @@ def test_quantized_experts_cannot_be_written(tmp_path):
     _, params = build("moe-defaults")
     with pytest.raises(xj.InputError, match="weights of experts, .* cannot be written"):
         awq.quantized_params(params, "int8")
-    path = write_checkpoint(tmp_path / "float", "moe-defaults")
+    path = write_checkpoint(tmp_path / "float", cases.CASES["moe-defaults"].hf)
     quantized = xj.load_model(path, quantize="int8")
     with pytest.raises(xj.InputError, match="experts in int8 or int4 cannot be saved"):
         xj.save_model(tmp_path / "out", quantized.params, quantized.config)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults"])
+@pytest.mark.parametrize(
+    "name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults", "gpt-oss-published"]
+)
 def test_scales_need_a_norm_to_fold_into(name):
     config, params = build(name)
     with pytest.raises(xj.InputError, match=f"activation-aware.*{config.model_type}.*round to nearest"):
@@ -184,7 +174,7 @@ def test_tiles_of_one_expert(dtype):
     alone, and at one shape the bits of a row depend neither on its place nor on other rows.
     """
     config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
-    layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
+    layer = random_params(config, dtype=dtype)["layers"][0]
     x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
 
     def together(x_TD, layer):

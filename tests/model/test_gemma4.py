@@ -22,11 +22,16 @@ pytestmark = pytest.mark.oldest
 
 CASE = cases.CASES["gemma4-shared-kv"]
 MOE = cases.CASES["gemma4-experts"]
+# One of each kind, and one that uses the keys and values of another.
+FEWER_LAYERS = dict(
+    num_hidden_layers=3, num_kv_shared_layers=1,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
-    return family_checks.small_model(CASE)
+    return family_checks.small_model(CASE, **FEWER_LAYERS)
 
 
 def test_layers_differ():
@@ -54,12 +59,6 @@ def test_generated_tokens_by_cache_stream_and_drafts(model):
 def test_engine_bits_alone_and_beside_others(model):
     """Over pages in int8, whose heads have two widths."""
     family_checks.check_engine_bits(model)
-
-
-@pytest.mark.full
-def test_gradients_of_every_leaf(model):
-    """Of layers without keys too: their queries read those of an earlier layer."""
-    family_checks.check_gradients(model)
 
 
 @pytest.mark.full
@@ -138,9 +137,8 @@ def test_a_checkpoint_that_transformers_saves(tmp_path):
     saved.save_pretrained(tmp_path)
     model = xj.load_model(tmp_path, dtype="float32")
     assert model.config == xj.from_hf(hf)
-    ids = cases.prompts(MOE)[0]
-    logits = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, np.array([ids]))[0][0]
-    np.testing.assert_allclose(logits, cases.hf_logits(saved, ids), rtol=0, atol=1e-4)
+    wanted = cases.params_from(model.config, cases.random_tensors(model.config, 5))
+    jax.tree.map(np.testing.assert_array_equal, model.params, wanted)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +163,9 @@ def test_rejected_calls(model):
     inputs_BTD = xj.embed_tokens(params, config, np.array(prompts[:1]))
     with pytest.raises(xj.InputError, match="inputs_BTD is not supported for model_type 'gemma4_text'"):
         xj.score(params, config, np.array(prompts[:1]), inputs_BTD=inputs_BTD)
-    with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gemma4_text'"):
-        awq.scaled_params(params, config, prompts, "int4")
     with pytest.raises(xj.InputError, match="linear attention and Gemma 4 cannot be written"):
         awq.quantized_params(params, "int8")
     with pytest.raises(xj.InputError, match="index of an outlier in a byte, and head_dim 512 exceeds 256"):
-        wide = xj.from_hf(CASE.hf | dict(global_head_dim=512))
+        wide = xj.from_hf(CASE.hf | FEWER_LAYERS | dict(global_head_dim=512))
         xj.generate(params, wide, prompts, dataclasses.replace(OPTIONS, cache_dtype="gear"))
     assert is_divisible(config, 2) and not is_divisible(MOE.config, 2)  # one key head of full layers

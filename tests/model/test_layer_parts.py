@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import cache_bytes, expected_fits, state_bytes
@@ -27,6 +28,9 @@ CONFIG = cases.CASES["qwen3-5-tied"].config
 DELTA = GatedDeltaSpec(2, 4, 12, 16, 4)
 FULL = AttentionSpec(qk_norm="head")
 SLIDING = AttentionSpec(window=8)
+
+
+forward = jax.jit(xj.forward, static_argnums=1)
 
 
 def with_layers(*layers: LayerSpec) -> xj.ModelConfig:
@@ -57,8 +61,11 @@ def test_a_layer_has_the_parameters_of_its_parts_and_norms_around_them():
 
 def test_a_model_without_mixers_has_no_cache():
     config = with_layers(LayerSpec((), MlpSpec()))
-    params = xj.init_params(config, jax.random.key(0))
-    assert xj.forward(params, config, np.ones((1, 3), np.int32))[0].shape == (1, 3, config.vocab_size)
+    assert xj.forward(random_params(config), config, np.ones((1, 3), np.int32))[0].shape == (
+        1,
+        3,
+        config.vocab_size,
+    )
     with pytest.raises(xj.InputError, match="no layer of this model has a cache: call forward"):
         xj.init_cache(config)
 
@@ -83,22 +90,21 @@ def test_specs_say_what_a_router_and_a_shared_expert_have(is_gated):
 
 def test_an_ungated_shared_expert_is_added():
     """It is what a gate that is wide open would give."""
-    outs = []
-    for is_gated in (True, False):
-        experts = ExpertsSpec(4, 2, 8, shared_intermediate_size=6, shared_gated=is_gated)
-        config = with_layers(LayerSpec((FULL,), experts))
-        if is_gated:
-            params = xj.init_params(config, jax.random.key(0), "float32")
-            layer = params["layers"][0]
-            x_BTD = np.ones((1, 5, config.hidden_size), np.float32)
-            gate = {
-                "weight": np.zeros_like(layer["shared_gate"]["weight"]),
-                "bias": np.full(1, 100.0, np.float32),
-            }
-            params["layers"] = ({**layer, "shared_gate": gate},)
-        else:
-            del params["layers"][0]["shared_gate"]
-        outs.append(xj.hidden_states(params, config, np.zeros((1, 5), np.int32), inputs_BTD=x_BTD)[0])
+    experts = [
+        ExpertsSpec(4, 2, 8, shared_intermediate_size=6, shared_gated=gated) for gated in (True, False)
+    ]
+    gated, plain = (with_layers(LayerSpec((FULL,), spec)) for spec in experts)
+    params = random_params(gated)
+    layer = dict(params["layers"][0])
+    gate = layer.pop("shared_gate")
+    wide_open = dict(weight=np.zeros_like(gate["weight"]), bias=np.full(1, 100.0, np.float32))
+    x_BTD = np.ones((1, 5, gated.hidden_size), np.float32)
+    hidden = jax.jit(lambda *tree: xj.hidden_states(*tree, np.zeros((1, 5), np.int32), inputs_BTD=x_BTD)[0],
+        static_argnums=1)  # fmt: skip
+    outs = [
+        hidden(params | dict(layers=(layer | dict(shared_gate=wide_open),)), gated),
+        hidden(params | dict(layers=(layer,)), plain),
+    ]
     np.testing.assert_allclose(*outs, atol=1e-6)
 
 
@@ -123,9 +129,9 @@ def test_states_of_several_sizes():
     """Cached equals uncached, and an engine gives the tokens of `generate`."""
     wide = dataclasses.replace(DELTA, num_key_heads=1, value_head_dim=24, conv_kernel_dim=3)
     config = with_layers(*(LayerSpec((mixer,)) for mixer in (DELTA, FULL, wide)))
-    params = xj.init_params(config, jax.random.key(1), "float32")
+    params = random_params(config)
     tokens_BT = np.random.RandomState(0).randint(2, config.vocab_size, (2, 12))
-    want, _ = xj.forward(params, config, tokens_BT)
+    want, _ = forward(params, config, tokens_BT)
     logits_BV, cache = xj.prefill(
         params, config, tokens_BT[:, :9], np.full(2, 9), xj.init_cache(config, 2, 32)
     )
@@ -148,9 +154,9 @@ def test_a_model_of_such_layers_generates_alike_in_all_ways():
     layers = (FULL, conv), (), (SLIDING,), (conv, SLIDING)
     feeds = MlpSpec(), MlpSpec(), None, MlpSpec()
     config = with_layers(*map(LayerSpec, layers, feeds))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     rows = [[3, 5, 7, 11, 13], [17, 19, 23]]
-    want, _ = xj.forward(params, config, np.array(rows[:1], np.int32))
+    want, _ = forward(params, config, np.array(rows[:1], np.int32))
     cache = xj.init_cache(config, 1, 16)
     logits_1V, cache = xj.prefill(params, config, np.array([rows[0][:3]]), np.array([3]), cache)
     for position, token in enumerate(rows[0][3:], 3):

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
-import tiny
+from family_checks import CACHED, NEW
 from layer_changes import with_mixer
+from random_matrices import random_params, write_checkpoint
 
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import LayerSpec
@@ -22,56 +23,29 @@ from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
-NEW = 8
-OPTIONS = xj.GenerateOptions(NEW, capacity=128)  # one capacity: one set of programs
 CASE = cases.CASES["lfm2-published-tied"]  # convolutions of three tokens
 BIAS = cases.CASES["lfm2-bias-untied-layer-types"]  # of five, with biases
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A small model, and its prompts (5, 23 and 77 tokens)."""
-    return family_checks.small_model(CASE)
+    """A layer with a convolution, and one with attention."""
+    return family_checks.small_model(CASE, num_hidden_layers=2, full_attn_idxs=[1])
 
 
 @pytest.fixture(scope="module")
 def out(model):
     """What it generates."""
-    return xj.generate(*model, dataclasses.replace(OPTIONS, keep_prefix=True))
-
-
-def forward(params, config, rows: list[list[int]], **given) -> np.ndarray:
-    """Logits without a cache."""
-    tokens_BT, num_tokens_B = cases.pad_prompts(rows)
-    run = jax.jit(xj.forward, static_argnames="config")
-    return np.asarray(run(params, config, tokens_BT, None, num_tokens_B, **given)[0])
+    return xj.generate(*model, dataclasses.replace(CACHED, keep_prefix=True))
 
 
 # --- the cache ----------------------------------------------------------------------------------------------
 
 
-def check_chunks(params, config, prompts, splits) -> xj.KVCache:
-    """The logits after each prompt, in chunks with these ends, are those without a cache; rows that have
-    ended wait beside others. Returns the cache.
-    """
-    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
-    logits_BTV = forward(params, config, prompts)
-    cache = xj.init_cache(config, len(prompts), 128)
-    found = {}
-    for first, end in zip((0, *splits), splits, strict=False):
-        count_B = np.clip(num_tokens_B - first, 0, end - first)
-        logits_BV, cache = xj.prefill(params, config, tokens_BT[:, first:end], count_B, cache)
-        found |= {i: logits_BV[i] for i in np.flatnonzero(count_B)}
-    for i, n in enumerate(num_tokens_B):
-        np.testing.assert_allclose(found[i], logits_BTV[i, n - 1], atol=1e-4)
-    assert cache.length_B.tolist() == num_tokens_B.tolist()
-    return cache
-
-
 def test_cached_equals_uncached_however_it_is_split(model):
-    params, config, prompts = model
+    _, config, _ = model
     assert xj.init_cache(config, 3, 128, "int8").layers[0].inputs.dtype == np.float32
-    cache = check_chunks(params, config, prompts, (1, 2, 40, 76, 77))
+    cache = family_checks.check_chunks(model, (1, 2, 39, 76, 77))
     with pytest.raises(xj.InputError, match="cannot go back from 5 to 4 tokens: its short convolutions"):
         xj.truncate(cache, [4, 23, 77])
     assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
@@ -80,48 +54,22 @@ def test_cached_equals_uncached_however_it_is_split(model):
 @pytest.mark.full
 def test_chunks_shorter_than_the_convolution():
     params, config, prompts = family_checks.small_model(BIAS)
-    check_chunks(params, config, [prompts[0], prompts[1][:3]], (1, 3, 4, 5))
+    family_checks.check_chunks((params, config, [prompts[0], prompts[1][:3]]), (1, 3, 4, 5))
 
 
 @pytest.mark.full
-def test_tokens_and_gradients(model, out):
-    """Those of the logits without a cache, and with draft tokens."""
+def test_tokens_by_cache_and_drafts(model, out):
     assert family_checks.check_tokens(model) == out.tokens
-    family_checks.check_gradients(family_checks.small_model(BIAS))
 
 
 @pytest.mark.full
 def test_drafts_are_undone(model, out):
-    params, config, prompts = model
-    rows = [*zip(prompts, out.tokens, strict=True)]
-    rows += rows[:1]  # calls are padded to four rows
-    tail = np.array([prompt[-5:] + tokens for prompt, tokens in rows])
-    first_B1 = np.array([[len(prompt) - 5] for prompt, _ in rows])
-
-    def half_right(history_BS, length_B, count):  # of two draft tokens the second is wrong
-        at_BT = jax.numpy.minimum(length_B[:, None] - first_B1 + np.arange(count), 4 + NEW)
-        return (jax.numpy.take_along_axis(jax.numpy.asarray(tail), at_BT, 1) + np.arange(count)) % cases.VOCAB
-
-    options = dataclasses.replace(OPTIONS, draft=half_right, draft_tokens=2, keep_prefix=True)
-    drafted = xj.generate(params, config, prompts, options)
-    assert drafted.tokens == out.tokens and min(drafted.stats.acceptance) > 0.3
-    longer = [p + t + [1] for p, t in zip(prompts, out.tokens, strict=True)]
-    again = xj.generate(params, config, longer, dataclasses.replace(OPTIONS, prefix=drafted.prefix))
-    assert again.tokens == xj.generate(params, config, longer, OPTIONS).tokens
-    assert again.stats.reused_tokens == sum(map(len, prompts)) + 3 * (NEW - 1)
+    family_checks.check_drafts_are_undone(model, out)
 
 
 @pytest.mark.full
 def test_prefixes_reach_to_their_state(model, out, tmp_path):
-    params, config, prompts = model
-    xj.save_prefix(tmp_path / "prefix", out.prefix, params, config)
-    prefix = xj.load_prefix(tmp_path / "prefix", params, config)
-    longer = [p + t + [1, 2] for p, t in zip(prompts, out.tokens, strict=True)]
-    assert prefix.shared(longer).tolist() == [len(p) + NEW - 1 for p in prompts]
-    assert prefix.shared([p[:4] + [0] for p in longer]).tolist() == [0, 0, 0]
-    options = dataclasses.replace(OPTIONS, prefix=prefix)
-    expected = xj.generate(params, config, longer, OPTIONS).tokens
-    assert xj.generate(params, config, longer, options).tokens == expected
+    family_checks.check_prefix_of_states(model, out, tmp_path / "prefix")
 
 
 def test_texts_of_one_row_do_not_see_each_other(model):
@@ -196,9 +144,7 @@ def test_older_names_of_settings():
 @pytest.mark.full
 def test_int8_matrices_and_what_stays_float(tmp_path):
     config = BIAS.config
-    stored = cases.fuse_tensors(config, cases.random_tensors(config, 3))
-    stored = {name: np.ascontiguousarray(x) for name, x in stored.items()}
-    path = tiny.write(tmp_path / "float", BIAS.hf, weights=stored, with_tokenizer=False)
+    path = write_checkpoint(tmp_path / "float", BIAS.hf)
     exact, near = (xj.load_model(path, "float32", quantize=quantize) for quantize in (None, "int8"))
     layer = near.params["layers"][0]
     matrices = {name: leaf["weight"] for name, leaf in layer.items() if isinstance(leaf, dict)}
@@ -206,7 +152,7 @@ def test_int8_matrices_and_what_stays_float(tmp_path):
     assert quantized == {"conv_b", "conv_c", "conv_x", "conv_o", "gate", "up", "down"}
     assert layer["conv_taps"].dtype == layer["conv_bias"].dtype == np.float32
     prompt = cases.prompts(BIAS)[1:2]
-    found, wanted = (forward(m.params, config, prompt) for m in (near, exact))
+    found, wanted = (xj.forward(m.params, config, np.array(prompt))[0] for m in (near, exact))
     assert 0 < np.abs(found - wanted).mean() < 0.05 * np.abs(wanted).mean()
     xj.save_model(tmp_path / "int8", near.params, config)
     again = xj.load_model(tmp_path / "int8", dtype="float32")
@@ -269,9 +215,9 @@ def test_side_by_side_with_attention_and_another_state():
     delta = GatedDeltaSpec(2, 4, 12, 16, 4)
     layers = ((attention, convolution), (delta, convolution), (convolution,))
     config = dataclasses.replace(config, layers=tuple(map(LayerSpec, layers)))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     prompts = [prompt[:20] for prompt in cases.prompts(CASE)]
-    cache = check_chunks(params, config, prompts, (3, 4, 20))
+    cache = family_checks.check_chunks((params, config, prompts), (3, 4, 20))
     assert [type(layer).__name__ for layer in cache.layers] == [
         "Contiguous", "ShortConvCache", "Recurrent", "ShortConvCache", "ShortConvCache",
     ]  # fmt: skip

@@ -2,12 +2,11 @@
 
 import copy
 
-import jax
 import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
-from quick import full_except
+from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
@@ -18,24 +17,18 @@ pytestmark = pytest.mark.oldest
 
 CAUSAL = {name: case for name, case in cases.CASES.items() if case.continued_prompts}
 
-LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")  # the others: with --soak
+LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")
 
 
 def not_causal(name):
     return copy.deepcopy(CAUSAL[name].hf) | dict(is_causal=False)
 
 
-def of_each_kind():
-    """A case of each model type, with and without a window."""
-    kind = lambda hf: (hf["model_type"], bool(hf.get("sliding_window")))  # noqa: E731
-    return sorted({kind(case.hf): name for name, case in CAUSAL.items()}.values())
-
-
 def test_a_token_sees_a_window_to_both_sides():
     """The window is the largest distance, as transformers has it; layers without one see all tokens."""
     hf = tiny.CONFIG | dict(model_type="mistral", num_hidden_layers=1, sliding_window=3, is_causal=False)
     config = from_hf(hf)
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     ids = np.arange(3, 13)
     (hidden_BTD, _) = hidden_states(params, config, np.stack([ids, np.where(np.arange(10) == 5, 20, ids)]))
     changed = np.abs(hidden_BTD[0] - hidden_BTD[1]).max(-1) > 1e-6
@@ -69,7 +62,7 @@ def test_both_settings_of_gemma():
 
 def test_what_needs_causal_attention_says_so():
     config = from_hf(tiny.CONFIG | dict(is_causal=False))
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
     calls = {
         "generation is": lambda: xj.generate(params, config, [[3, 4]]),
         "score is": lambda: xj.score(params, config, np.array([[3, 4]])),
@@ -80,7 +73,8 @@ def test_what_needs_causal_attention_says_so():
             call()
 
 
-@pytest.mark.parametrize("name", full_except((), of_each_kind(), soak={*of_each_kind()} - {*LIVE}))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LIVE)
 def test_logits_are_those_of_transformers(name):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-from quick import full_except
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
@@ -28,27 +27,9 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 TOLERANCE = 1e-4  # on logits of order 1 to 10
 DOUBT = 1e-3  # where the two best logits are closer than this, the choice between them may differ
 
-# Every family, also through the cache; test_golden.py holds all the rest.
+# Of families that test_golden.py does not generate.
 GENERATED = (
-    "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied",
-    "llama-dynamic-old", "mistral-window-linear",
-    "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
-    "gemma3-two-ropes-new",
-    "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
-    "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
-    "ministral3-published", "ministral3-window-tied-default-rope",
-    "granite-tied-old", "granite-bias-llama3-new",
-    "arcee-bias-tied-new", "lfm2-published-tied", "glm4-moe-groups", "glm4-moe-one-group-tied",
-)  # fmt: skip
-# Of a family that another case has.
-AGAIN = (
-    "qwen2-long-window", "llama-dynamic-old", "smollm3-bias-yarn", "ministral3-window-tied-default-rope",
-    "granite-bias-llama3-new", "glm4-moe-one-group-tied", "gemma4-shared-kv", "gemma4-unified-shared-kv",
-    "moe-some-layers-dense",
-)  # fmt: skip
-LIVE = (
-    "qwen3-head-dim-tied", "mistral-window-linear", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
-    "phi3-partial-attention-factor", "lfm2-published-tied", "glm4-moe-groups",
+    "lfm2-published-tied", "glm4-moe-groups", "ministral3-published", "granite-bias-llama3-new",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")
@@ -90,7 +71,7 @@ def assert_same_start(ours: list[list[int]], expected: list[list[int]]) -> None:
 # --- models -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", full_except((), GENERATED, soak={*GENERATED} - {*LIVE}))
+@pytest.mark.parametrize("name", GENERATED)
 def test_logits_and_greedy_ids(name):
     """Every logit of every prompt, and the ids of `model.generate`, which uses its own cache."""
     config, params, model = build(name)
@@ -114,47 +95,28 @@ def test_logits_and_greedy_ids(name):
 
 
 def test_stops_at_the_same_eos():
-    config, params, model = build("qwen2-window-late-layers")
-    prompts = cases.prompts(cases.CASES["qwen2-window-late-layers"])
-    eos = [cases.hf_greedy(model, prompt)[0][4 + 5 * i] for i, prompt in enumerate(prompts)]
-    out = xj.generate(
-        params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=eos)
-    )
-    for i, prompt in enumerate(prompts):
-        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos)
-        assert gaps.min() > DOUBT and expected[-1] in eos
-        assert out.tokens[i] == expected[:-1] and out.finish_reason[i] == "eos"
-
-
-@pytest.mark.parametrize("name", ["qwen3-head-dim-tied", "smollm3-window"])
-def test_repetition_penalty(name):
-    """Greedy with another penalty in each row, prompts counted as transformers counts them."""
+    """At once, and after the tokens that `min_new_tokens` asks for."""
+    name = "qwen2-window-late-layers"
     config, params, model = build(name)
     prompts = cases.prompts(cases.CASES[name])
-    penalties = (1.1, 1.3, 1.5)
-    answers = [
-        until_near_tie(*cases.hf_greedy(model, p, repetition_penalty=r))
-        for p, r in zip(prompts, penalties, strict=True)
-    ]
-    settings = [xj.SamplingConfig(repetition_penalty=r) for r in penalties]
-    out = xj.generate(
-        params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=settings)
-    )
-    assert_same_start(out.tokens, answers)
+    eos = [cases.hf_greedy(model, prompt)[0][4 + 5 * i] for i, prompt in enumerate(prompts)]
+    fewest = [0] * len(prompts) + [9] * len(prompts)
+    settings = [xj.SamplingConfig(min_new_tokens=n) for n in fewest]
+    options = xj.GenerateOptions(cases.NEW_TOKENS, settings, eos_token_ids=eos)
+    out = xj.generate(params, config, prompts * 2, options)
+    for i, (prompt, n) in enumerate(zip(prompts * 2, fewest, strict=True)):
+        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos, min_new_tokens=n or None)
+        wanted = until_near_tie(expected, gaps)
+        wanted = wanted[:-1] if wanted[-1] in eos else wanted
+        assert out.tokens[i][: len(wanted)] == wanted and len(wanted) > (3 if n else 0)
+        if n == 0:
+            assert expected[-1] in eos and out.tokens[i] == expected[:-1] and out.finish_reason[i] == "eos"
 
 
 # --- files --------------------------------------------------------------------------------------------------
 
 
-SAVED = (
-    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gemma4-unified-shared-kv",
-    "gpt-oss-published", "moe-some-layers-dense",
-    "phi3-longrope-beyond", "gemma3-bidirectional", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared",
-    "qwen3-5-tied",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", full_except((), SAVED, soak=AGAIN))
+@pytest.mark.parametrize("name", cases.FIRST.values())
 def test_transformers_opens_what_is_saved(tmp_path, name):
     """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
     config, params, model = build(name)
@@ -259,7 +221,7 @@ def assert_same_candidates(ours, theirs) -> None:
     np.testing.assert_allclose(ours[finite], theirs[finite], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_top_k(seed):
     logits_BV = random_logits(seed)
     random = np.random.RandomState(seed)
@@ -273,7 +235,7 @@ def test_top_k(seed):
     assert_same_candidates(ours, torch.cat(theirs))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_top_p(seed):
     """Without ties, of which transformers keeps some at random and we all; without rows that end within
     rounding of p.
@@ -295,7 +257,7 @@ def test_top_p(seed):
     assert_same_candidates(ours[clear_B], torch.cat(theirs)[clear_B])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_repetition_penalty_processor(seed):
     logits_BV = random_logits(seed)
     random = np.random.RandomState(seed)
@@ -376,41 +338,41 @@ def test_no_repeat_ngram_and_min_new_tokens():
     assert_same_candidates(ours, torch.cat(theirs))
 
 
-@pytest.mark.parametrize(
-    "theirs, ours",
-    [
-        (dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
-        (dict(bad_words_ids=[[41], [76, 81]]), dict(bad_words_ids=[[41], [76, 81]])),
-        (dict(min_new_tokens=9), dict(min_new_tokens=9)),
-        (dict(suppress_tokens=[41, 76, 81]), dict(forbidden_token_ids=[41, 76, 81])),
-        (
-            dict(sequence_bias=[[[5], 2.5], [[9], -3.0]], repetition_penalty=1.3),
-            dict(logit_bias={5: 2.5, 9: -3.0}, repetition_penalty=1.3),
-        ),
-    ],
-    ids=lambda value: next(iter(value)),
-)
-def test_greedy_with_each_processor(theirs, ours):
+PROCESSORS = [  # settings of transformers, and ours
+    (dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
+    (dict(bad_words_ids=[[41], [76, 81]]), dict(bad_words_ids=[[41], [76, 81]])),
+    (dict(suppress_tokens=[41, 76, 81]), dict(forbidden_token_ids=[41, 76, 81])),
+    (dict(repetition_penalty=1.1), dict(repetition_penalty=1.1)),
+    (
+        dict(sequence_bias=[[[5], 2.5], [[9], -3.0]], repetition_penalty=1.3),
+        dict(logit_bias={5: 2.5, 9: -3.0}, repetition_penalty=1.3),
+    ),
+]
+
+
+def test_greedy_with_each_processor():
+    """One in each row, of prompts of all lengths."""
     name = "qwen2-window-late-layers"
     config, params, model = build(name)
-    prompts = cases.prompts(cases.CASES[name])
-    eos = [cases.hf_greedy(model, prompt)[0][4] for prompt in prompts] if "min_new_tokens" in ours else []
-    stops = dict(eos_token_id=eos) if eos else {}
-    options = xj.GenerateOptions(
-        max_new_tokens=cases.NEW_TOKENS, sampling=xj.SamplingConfig(**ours), eos_token_ids=eos
-    )
-    out = xj.generate(params, config, prompts, options)
-    for got, prompt in zip(out.tokens, prompts, strict=True):
-        wanted = until_near_tie(*cases.hf_greedy(model, prompt, **stops, **theirs))
-        wanted = wanted[:-1] if wanted[-1] in eos else wanted
+    rows = [
+        (prompt, *settings)
+        for prompt in cases.prompts(cases.CASES[name])
+        for settings in [({}, {}), *PROCESSORS]
+    ]
+    settings = [xj.SamplingConfig(**ours) for _, _, ours in rows]
+    options = xj.GenerateOptions(cases.NEW_TOKENS, settings, eos_token_ids=())
+    out = xj.generate(params, config, [prompt for prompt, *_ in rows], options)
+    for (prompt, theirs, _), got in zip(rows, out.tokens, strict=True):
+        wanted = until_near_tie(*cases.hf_greedy(model, prompt, **theirs))
         assert got[: len(wanted)] == wanted and len(wanted) > 3
-    plain = xj.generate(params, config, prompts, dataclasses.replace(options, sampling=xj.SamplingConfig()))
-    assert plain.tokens != out.tokens, "the processor changed nothing"
+    several = len(PROCESSORS) + 1
+    for i in range(1, several):
+        assert out.tokens[i::several] != out.tokens[::several], f"{PROCESSORS[i - 1]} changed nothing"
 
 
 @pytest.mark.parametrize(
     "temperature, top_k, top_p, penalty",
-    [(0.7, 20, 0.8, 1.1), (1.5, 0, 0.6, 1.0), (0.4, 5, 1.0, 1.4), (1.0, 50, 0.95, 0.8)],
+    [(0.7, 20, 0.8, 1.1), (1.5, 0, 0.6, 0.8)],
 )
 def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p, penalty):
     """All processors in the order of transformers: which tokens are drawn, and how often."""

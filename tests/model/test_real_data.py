@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from paths import DATA, STORIES
@@ -42,36 +43,29 @@ def qwen() -> xj.Tokenizer:
 # --- stories260K: a Llama -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases(STORIES / "golden_greedy.json", "prompt"))
-def test_stories_greedy_answers_equal_transformers(case):
-    model = stories()
-    ids = model.tokenizer.encode(case["prompt"])
-    assert ids == case["prompt_ids"]
-    options = xj.GenerateOptions(len(case["greedy_ids"]), eos_token_ids=())
-    out = xj.generate(model.params, model.config, [ids], options)
-    assert out.tokens[0] == case["greedy_ids"]
-    np.testing.assert_allclose(out.logprobs[0], case["greedy_logprobs"], rtol=0, atol=1e-4)
-    assert model.tokenizer.decode(out.tokens[0]) == case["greedy_text"]
-
-
 def test_stories_in_one_ragged_batch():
     model = stories()
     golden = json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
-    options = xj.GenerateOptions(200, eos_token_ids=())
-    out = xj.generate(model.params, model.config, [c["prompt_ids"] for c in golden], options)
-    assert out.tokens == [c["greedy_ids"] for c in golden]
-    np.testing.assert_allclose(out.logprobs, [c["greedy_logprobs"] for c in golden], rtol=0, atol=1e-4)
+    prompts = [model.tokenizer.encode(case["prompt"]) for case in golden]
+    assert prompts == [case["prompt_ids"] for case in golden]
+    out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(200, eos_token_ids=()))
+    assert out.tokens == [case["greedy_ids"] for case in golden]
+    assert [*map(model.tokenizer.decode, out.tokens)] == [case["greedy_text"] for case in golden]
+    np.testing.assert_allclose(out.logprobs, [case["greedy_logprobs"] for case in golden], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", cases(STORIES / "golden_greedy.json", "prompt"))
-def test_stories_last_logits(case):
+def test_stories_last_logits():
     model = stories()
-    logits_BTV, _ = xj.forward(model.params, model.config, np.array([case["prompt_ids"]]))
-    expected = dict(case["last_logits_top5"])
-    assert np.argsort(-logits_BTV[0, -1])[:5].tolist() == list(expected)
-    np.testing.assert_allclose(
-        np.asarray(logits_BTV[0, -1])[list(expected)], list(expected.values()), rtol=0, atol=1e-4
-    )
+    golden = json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
+    prompts = [case["prompt_ids"] for case in golden]
+    num_tokens_B = np.array([*map(len, prompts)])
+    tokens_BT = np.array([ids + [0] * (max(num_tokens_B) - len(ids)) for ids in prompts])
+    forward = jax.jit(xj.forward, static_argnums=1)
+    logits_BTV = np.asarray(forward(model.params, model.config, tokens_BT, None, num_tokens_B)[0])
+    for case, logits_TV, n in zip(golden, logits_BTV, num_tokens_B, strict=True):
+        expected = dict(case["last_logits_top5"])
+        assert np.argsort(-logits_TV[n - 1])[:5].tolist() == list(expected)
+        np.testing.assert_allclose(logits_TV[n - 1, list(expected)], list(expected.values()), atol=1e-4)
 
 
 # --- Qwen2.5: tokenizer and chat template -------------------------------------------------------------------
@@ -89,13 +83,6 @@ def test_qwen_chat_template(case):
     text = qwen().apply_chat_template(case["messages"], **case["kwargs"])
     assert text == case["text"]
     assert qwen().encode(text, add_special_tokens=False) == case["ids"]
-
-
-def test_qwen_french_question_has_26_ids():
-    system = "You are a helpful assistant."
-    user = "What is the capital of France?"
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    assert len(qwen().encode(qwen().apply_chat_template(messages), add_special_tokens=False)) == 26
 
 
 def test_qwen_stops_at_both_of_its_eos_ids():

@@ -11,20 +11,11 @@ import xinfer_jax as xj
 
 pytestmark = pytest.mark.newest  # and on the oldest with torch: test_gradients_live.py
 
-NAMES = (
-    "moe-some-layers-dense",
-    "gemma4-experts",
-    "gpt-oss-published",
-    "qwen3-next-sparse-step",
-    "glm4-moe-groups",
-)
+NAMES = ("moe-some-layers-dense", "qwen3-next-sparse-step", "glm4-moe-groups")
 CHANGES = {
     NAMES[0]: dict(num_hidden_layers=2, mlp_only_layers=[0], decoder_sparse_step=1),
-    **dict.fromkeys(
-        NAMES[1:3], dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    ),
-    NAMES[4]: dict(num_hidden_layers=2),
-    NAMES[3]: dict(num_hidden_layers=2, full_attention_interval=2, decoder_sparse_step=1, mlp_only_layers=[]),
+    NAMES[1]: dict(num_hidden_layers=2, full_attention_interval=2, decoder_sparse_step=1, mlp_only_layers=[]),
+    NAMES[2]: dict(num_hidden_layers=2),
 }
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
@@ -39,7 +30,7 @@ def mixtures(config):
     return sum(layer.experts is not None for layer in config.layers)
 
 
-@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES, soak=NAMES[1:3]))
+@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES))
 def model(request):
     return build(request.param)
 
@@ -76,7 +67,7 @@ def test_given_experts_are_used_in_every_way_to_score(model, others):
     params, config = model
     batch = cases.pad_prompts(TEXTS)
     free = slopes(params, config, *batch, routes=np.full_like(others, -1))
-    found = xj.score(params, config, *batch, return_routes=True)
+    found = score(params, config, batch, np.full_like(others, -1))
     np.testing.assert_allclose(free[0], found.logprobs_BT.sum(), rtol=1e-6)
     assert_close(slopes(params, config, *batch, routes=found.routes), free)
     real_BT = np.arange(batch[0].shape[1]) < batch[1][:, None]

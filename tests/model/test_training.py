@@ -11,6 +11,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 from quick import full_except
+from random_matrices import random_params
 from small_models import QWEN
 
 import xinfer_jax as xj
@@ -19,13 +20,17 @@ from xinfer_jax.backends import expert_tiles
 pytestmark = pytest.mark.oldest  # and on the newest with routes: test_routes.py
 
 NAMES = ("qwen2-gqa-tied-old", "gpt-oss-published", "qwen3-next-sparse-step", "gemma4-shared-kv")
-CHANGES = {  # two layers of each kind
-    NAMES[2]: dict(num_hidden_layers=4, full_attention_interval=2, mlp_only_layers=[]),
-    NAMES[3]: dict(
-        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
+CHANGES = {  # two layers of one kind, the second of Gemma 4 with the keys of the first
+    NAMES[0]: dict(num_hidden_layers=2),
+    NAMES[1]: dict(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+    NAMES[2]: dict(num_hidden_layers=2, full_attention_interval=3, decoder_sparse_step=1, mlp_only_layers=[]),
+    NAMES[3]: dict(num_hidden_layers=2, num_kv_shared_layers=1, layer_types=["full_attention"] * 2),
 }
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2])
+
+
+def config_of(name, **changes):
+    return cases.Case(cases.CASES[name].hf | CHANGES.get(name, {}) | changes).config
 
 
 def loss(params, config, tokens_BT, num_tokens_B=None, **how):
@@ -33,6 +38,7 @@ def loss(params, config, tokens_BT, num_tokens_B=None, **how):
 
 
 gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
+score = jax.jit(xj.score, static_argnums=1)
 
 
 @pytest.fixture(
@@ -40,7 +46,7 @@ gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
 )  # on the newest test_routes.py has it
 def model(request):
     """Parameters, config and the plain gradient of the score of all texts."""
-    config = cases.Case(cases.CASES[request.param].hf | CHANGES.get(request.param, {})).config
+    config = config_of(request.param)
     params = cases.params_from(config, cases.random_tensors(config, 3))
     return params, config, gradient(params, config, *padded())
 
@@ -63,38 +69,32 @@ def packed():
     return tokens, np.array([[*ids, 9, 9, 9]], np.int32)
 
 
+@pytest.mark.full  # stacked layers are computed again in the quick set
 def test_layers_computed_again_give_equal_gradients(model):
     params, config, want = model
     assert_close(gradient(params, config, *padded(), remat="layer"), want)
 
 
-def test_a_policy_says_what_is_stored():
-    config = cases.CASES[NAMES[0]].config
-    params = cases.params_from(config, cases.random_tensors(config, 3))
-    stored = partial(gradient.lower, params, config, *padded())
-    sizes = [
-        stored(remat=remat).compile().memory_analysis().temp_size_in_bytes
-        for remat in ("layer", jax.checkpoint_policies.everything_saveable)
-    ]
-    assert sizes[0] < sizes[1]
-
-
 def test_a_policy_stores_the_parts_of_a_layer_that_it_names():
-    config = cases.CASES[NAMES[0]].config
+    """Without a name nothing is stored, as by "layer"; fewer products are computed again of what is."""
+    config = config_of(NAMES[0])
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0)))
 
-    def stored(*names: str) -> int:
-        remat = jax.checkpoint_policies.save_only_these_names(*names)
+    def products_of(remat) -> int:
         return gradient.lower(params, config, *padded(), remat=remat).as_text().count("dot_general")
+
+    def stored(*names: str) -> int:
+        return products_of(jax.checkpoint_policies.save_only_these_names(*names))
 
     parts = ("qkv", "attention_out", "gate_up")
     products = [stored(part) for part in ("", *parts)]
+    assert products[0] == products_of("layer") > products_of(None)
     assert all(fewer < products[0] for fewer in products[1:]) and stored(*parts) < min(products)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_outputs_of_every_layer_have_names(name):
-    config = cases.Case(cases.CASES[name].hf | CHANGES.get(name, {})).config
+    config = config_of(name)
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0)))
     program = str(jax.make_jaxpr(xj.forward, static_argnums=1)(params, config, padded()[0]))
     assert program.count("name=attention_out") == program.count("name=mlp_out") >= 1
@@ -103,8 +103,8 @@ def test_the_outputs_of_every_layer_have_names(name):
 def test_packed_texts_are_the_texts_alone(model):
     params, config, want = model
     (tokens_BT, num_tokens_B), (row_1T, ids_1T) = padded(), packed()
-    alone_BT = xj.score(params, config, tokens_BT, num_tokens_B)
-    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, tokens_BT, num_tokens_B)
+    together_1T = score(params, config, row_1T, segment_ids_BT=ids_1T)
     at = 0
     for text, alone_T in zip(TEXTS, alone_BT, strict=True):
         np.testing.assert_allclose(
@@ -126,8 +126,8 @@ def test_packed_queries_are_scaled_by_positions_in_their_texts():
     assert beta and length < len(texts[1])
     params = cases.params_from(config, cases.random_tensors(config, 3))
     ids_1T = np.repeat(np.arange(2), [*map(len, texts)])[None]
-    alone_BT = xj.score(params, config, *cases.pad_prompts(texts))
-    together_1T = xj.score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, *cases.pad_prompts(texts))
+    together_1T = score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
     size = len(texts[1]) - 1
     np.testing.assert_allclose(together_1T[0, -size:], alone_BT[1, :size], atol=1e-5)
 
@@ -170,10 +170,12 @@ def test_stacked_layers(model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["moe-defaults", "gpt-oss-published"])
-def test_gradients_of_experts_by_tiles(name):
+@pytest.mark.parametrize(
+    "name, kinds", [("moe-defaults", {}), (NAMES[1], dict(layer_types=["full_attention"]))]
+)
+def test_gradients_of_experts_by_tiles(name, kinds):
     """Also where a tile has rows after its expert's last choice, and with biases."""
-    config = cases.CASES[name].config
+    config = config_of(name, num_hidden_layers=1, **kinds)
     params = cases.params_from(config, cases.random_tensors(config, 3))
     tokens_BT, num_tokens_B = padded()
     results = []
@@ -193,15 +195,16 @@ def test_entropy_and_divergences_without_all_logits(model):
     tokens_BT, num_tokens_B = padded()
     other = jax.tree.map(lambda x: x * 1.1, params)
     forward = jax.jit(xj.forward, static_argnums=1)
-    p, q = (
-        jax.nn.log_softmax(forward(x, config, tokens_BT, None, num_tokens_B)[0][:, :-1] / 0.7)
-        for x in (params, other)
-    )
+    logits = [forward(x, config, tokens_BT, None, num_tokens_B)[0][:, :-1] for x in (params, other)]
+    p, q = (jax.nn.log_softmax(x / 0.7) for x in logits)
     best_BTk, ids_BTk = jax.lax.top_k(q, 3)
     more_BTk = jnp.pad(best_BTk, [(0, 0), (0, 0), (0, 1)], constant_values=-jnp.inf)
     teacher = jnp.pad(ids_BTk, [(0, 0), (0, 0), (0, 1)]), more_BTk  # the last one counts nothing
-    how = dict(temperature=0.7, entropy=True, reference=other, teacher_topk=teacher)
-    got = xj.score(params, config, tokens_BT, num_tokens_B, chunk=2, **how)
+    how = dict(temperature=0.7, entropy=True, chunk=2)
+    of_all = jax.jit(
+        lambda params, **trees: xj.score(params, config, tokens_BT, num_tokens_B, **how, **trees)
+    )
+    got = of_all(params, reference=other, teacher_topk=teacher)
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     want = xj.Scores(
         jnp.take_along_axis(p, tokens_BT[:, 1:, None], -1)[..., 0],
@@ -214,7 +217,7 @@ def test_entropy_and_divergences_without_all_logits(model):
 
 
 def test_a_loss_of_ones_own_by_parts():
-    config = cases.CASES[NAMES[0]].config
+    config = config_of(NAMES[0], num_hidden_layers=1)
     params = cases.params_from(config, cases.random_tensors(config, 3))
     tokens_BT, _ = padded()
 
@@ -253,13 +256,6 @@ def test_what_does_not_go_together():
     ):
         with pytest.raises(xj.InputError, match=message):
             xj.score(params, config, row_1T, **how)
-
-
-def random_params(config):
-    """Without a program."""
-    rng = np.random.default_rng(3)
-    shapes = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
-    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype) * x.shape[-1] ** -0.5, shapes)
 
 
 @pytest.mark.full

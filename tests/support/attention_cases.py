@@ -41,3 +41,13 @@ def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink
         parts = (K, PAGE, H), (max(length) // PAGE + 1, pairs), (max(length) // PAGE + 1, pairs)
         options["key_bias"] = KeyBias(*(jnp.asarray(draws.standard_normal(part), F32) for part in parts))
     return (q_BTNH, k, v, np.array(start, np.int32), np.array(length, np.int32)), options
+
+
+def assert_near(got, want):
+    """In 16 bits relative to the norm of each row, except for rows that almost cancel."""
+    assert got.shape == want.shape
+    limit = 1e-5 if got.dtype == F32 else 2e-2
+    got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))
+    whole = np.linalg.norm(want) / np.sqrt(len(want))
+    size = whole if limit == 1e-5 else np.maximum(np.linalg.norm(want, axis=-1), whole / 10)
+    assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()

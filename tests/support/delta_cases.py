@@ -51,18 +51,19 @@ def arrays(K, N, H, Y, W, dtype, start, count, tokens=None, seed=0):  # noqa: PL
     state of rows at position 0, are NaN.
     """
     draws = np.random.RandomState(seed)
-    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
+    normal = lambda *shape, dtype=dtype: draws.standard_normal(shape).astype(dtype)  # noqa: E731
     B = len(start)
     rows = (B,) if tokens is None else (B, tokens)
     new = NewToken(*(normal(*rows, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
     if tokens is not None:
         is_past_BT1 = (np.arange(tokens) >= np.array(count)[:, None])[..., None]
-        new = jax.tree.map(lambda x: jnp.where(is_past_BT1, np.nan, x).astype(dtype), new)
+        new = jax.tree.map(lambda x: np.where(is_past_BT1, np.nan, x).astype(dtype), new)
     taps = (normal(size, W + 1) for size in (K * H, K * H, N * Y))
     weights = DeltaWeights(*taps, normal(N), normal(N), normal(Y))
     shapes = (B, K, W, H), (B, K, W, H), (B, N, W, Y), (B, N, H, Y)
     begins_B111 = (np.array(start) == 0)[:, None, None, None]
-    old = DeltaState(*(jnp.where(begins_B111, np.nan, normal(*shape, dtype=F32)) for shape in shapes))
+    old = DeltaState(*(np.where(begins_B111, np.nan, normal(*shape)).astype(F32) for shape in shapes))
+    new, weights, old = jax.tree.map(jnp.asarray, (new, weights, old))
     return new, weights, old, np.array(start, np.int32), np.array(count, np.int32)
 
 
@@ -90,3 +91,14 @@ def assert_equals_reference(name, impl, args, by_largest=False):
     is_empty = args[-1] == 0
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[is_empty], y[is_empty]), state, args[2])
     return out
+
+
+def assert_rows_are_alone(name, impl, args):
+    """NaN in row 3 changes no bit of the other rows."""
+    new, weights, old, *numbers = args
+    before = jax.block_until_ready(program(name, impl)(*args))  # emulators wait for callbacks
+    poison = partial(jax.tree.map, lambda x: x.at[3].set(np.nan))
+    after = program(name, impl)(poison(new), weights, poison(old), *numbers)
+    others = np.delete(np.arange(len(numbers[0])), 3)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[others], y[others]), before, after)
+    assert np.isnan(after[0][3]).any()

@@ -4,9 +4,11 @@
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 
@@ -17,13 +19,33 @@ OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
 CACHED = dataclasses.replace(OPTIONS, capacity=128)
 
 
-def small_model(case: cases.Case) -> tuple[Any, xj.ModelConfig, list[list[int]]]:
-    """Parameters and config, and prompts (5, 23 and 77 tokens)."""
-    return (
-        cases.params_from(case.config, cases.random_tensors(case.config, 3)),
-        case.config,
-        cases.prompts(case),
-    )
+def small_model(case: cases.Case, **changes: Any) -> tuple[Any, xj.ModelConfig, list[list[int]]]:
+    """Parameters and config, and prompts (5, 23 and 77 tokens). changes: of config.json, as fewer layers,
+    which compile in less time.
+    """
+    config = cases.Case(case.hf | changes).config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    return params, config, cases.prompts(case)
+
+
+def check_chunks(model: Any, splits: tuple[int, ...]) -> xj.KVCache:
+    """The logits after each prompt, in chunks with these ends, are those without a cache; rows that have
+    ended wait beside others. Returns the cache.
+    """
+    params, config, prompts = model
+    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
+    forward = jax.jit(xj.forward, static_argnames="config")
+    logits_BTV = forward(params, config, tokens_BT, None, num_tokens_B)[0]
+    cache = xj.init_cache(config, len(prompts), 128)
+    found = {}
+    for first, end in zip((0, *splits), splits, strict=False):
+        count_B = np.clip(num_tokens_B - first, 0, end - first)
+        logits_BV, cache = xj.prefill(params, config, tokens_BT[:, first:end], count_B, cache)
+        found |= {i: logits_BV[i] for i in np.flatnonzero(count_B)}
+    for i, n in enumerate(num_tokens_B):
+        np.testing.assert_allclose(found[i], logits_BTV[i, n - 1], atol=1e-4)
+    assert cache.length_B.tolist() == num_tokens_B.tolist()
+    return cache
 
 
 def check_tokens(model: Any) -> list[list[int]]:
@@ -55,10 +77,39 @@ def check_engine_bits(model: Any) -> None:
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
 
 
-def check_gradients(model: Any) -> None:
-    """Every leaf has a finite gradient that is not 0."""
+def check_drafts_are_undone(model: Any, out: xj.GenerateOutput) -> None:
+    """States after wrong draft tokens are those without them, also in a prefix. out: of `CACHED`."""
     params, config, prompts = model
-    tokens_BT = np.array([prompts[1][:12]])
-    slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
-    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
-        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, jax.tree_util.keystr(path)
+    rows = [*zip(prompts, out.tokens, strict=True)]
+    rows += rows[:1]  # calls are padded to four rows
+    tail = jnp.array([prompt[-5:] + tokens for prompt, tokens in rows])
+    first_B1 = jnp.array([[len(prompt) - 5] for prompt, _ in rows])
+
+    def half_right(history_BS, length_B, count):  # of two draft tokens the second is wrong
+        at_BT = jnp.minimum(length_B[:, None] - first_B1 + jnp.arange(count), 4 + NEW)
+        return (jnp.take_along_axis(tail, at_BT, 1) + jnp.arange(count)) % cases.VOCAB
+
+    options = dataclasses.replace(CACHED, draft=half_right, draft_tokens=2, keep_prefix=True)
+    drafted = xj.generate(params, config, prompts, options)
+    assert drafted.tokens == out.tokens and min(drafted.stats.acceptance) > 0.3
+    longer = [p + t + [1] for p, t in zip(prompts, out.tokens, strict=True)]
+    again = xj.generate(params, config, longer, dataclasses.replace(CACHED, prefix=drafted.prefix))
+    assert again.tokens == xj.generate(params, config, longer, CACHED).tokens
+    assert again.stats.reused_tokens == sum(map(len, prompts)) + 3 * (NEW - 1)
+
+
+def check_prefix_of_states(model: Any, out: xj.GenerateOutput, path: Path) -> None:
+    """A prefix in a file is reused where a text goes on after its state, and not where it leaves it before.
+    out: of `CACHED`, with its prefix.
+    """
+    params, config, prompts = model
+    xj.save_prefix(path, out.prefix, params, config)
+    prefix = xj.load_prefix(path, params, config)
+    longer = [p + t + [1, 2] for p, t in zip(prompts, out.tokens, strict=True)]
+    whole = [len(p) + NEW - 1 for p in prompts]
+    assert prefix.shared(longer).tolist() == whole
+    assert prefix.shared([p[:-1] + [0, 0] for p in longer]).tolist() == whole
+    assert prefix.shared([p[:4] + [0] for p in longer]).tolist() == [0, 0, 0]
+    options = dataclasses.replace(CACHED, prefix=prefix)
+    expected = xj.generate(params, config, longer, CACHED).tokens
+    assert xj.generate(params, config, longer, options).tokens == expected

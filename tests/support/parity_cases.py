@@ -127,16 +127,11 @@ _CASES = {
     ),
     "qwen2-mqa-untied-new": _hf("qwen2", **_new(rope_theta=1e6), tie_word_embeddings=False,
         num_key_value_heads=1),
-    "qwen2-mha-head-dim": _hf("qwen2", num_key_value_heads=None, head_dim=20),
     "qwen2-window-late-layers": _hf("qwen2", **_old(), use_sliding_window=True, sliding_window=8,
         max_window_layers=1),
     "qwen2-window-layer-types": _hf(
         "qwen2", **_new(), use_sliding_window=True, sliding_window=12, layer_types=[_S, _F, _S],
         max_window_layers=3
-    ),
-    "qwen2-yarn-old": _hf(
-        "qwen2", **_old(1e6, dict(type="yarn", factor=4.0, original_max_position_embeddings=64)),
-        tie_word_embeddings=True
     ),
     "qwen2-long-window": _hf("qwen2", **_old(1e5), use_sliding_window=True, sliding_window=290,
         max_window_layers=2),
@@ -146,8 +141,6 @@ _CASES = {
     "qwen3-bias-mqa": _hf("qwen3", **_new(), attention_bias=True, num_key_value_heads=1, head_dim=24),
     "qwen3-default-head-dim": _hf("qwen3", **_new(rope_theta=5e4), hidden_size=32, num_attention_heads=2,
         num_key_value_heads=None),
-    "qwen3-window-late-layers": _hf("qwen3", **_old(1e4), head_dim=16, use_sliding_window=True,
-        sliding_window=9, max_window_layers=2),
     "qwen3-window-layer-types-yarn": _hf(
         "qwen3", **_new("yarn", factor=2.0, original_max_position_embeddings=40, truncate=False),
         head_dim=16, use_sliding_window=True, sliding_window=6, layer_types=[_F, _S, _S],
@@ -164,11 +157,8 @@ _CASES = {
     "llama-bias": _hf("llama", **_new(), attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "llama-mlp-bias-head-dim": _hf("llama", **_old(), mlp_bias=True, attention_bias=False, head_dim=8),
     "llama-linear-old": _hf("llama", **_old(1e4, dict(type="linear", factor=2.5))),
-    "llama-linear-new": _hf("llama", **_new("linear", 3e4, factor=4.0), tie_word_embeddings=True),
     "llama-dynamic-old": _hf("llama", **_old(1e4, dict(type="dynamic", factor=2.0)),
         max_position_embeddings=48),
-    "llama-dynamic-new": _hf("llama", **_new("dynamic", 5e5, factor=4.0), max_position_embeddings=60,
-        head_dim=16),
     "llama-yarn-attention-factor": _hf("llama",
         **_new("yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3)),
     "llama-yarn-mscale": _hf(
@@ -190,8 +180,6 @@ _CASES = {
     "mistral-window": _hf("mistral", **_old(), sliding_window=8, head_dim=16),
     "mistral-no-window-tied": _hf("mistral", **_new(rope_theta=1e6), sliding_window=None, head_dim=20,
         tie_word_embeddings=True),
-    "mistral-window-linear": _hf("mistral", **_old(1e4, dict(type="linear", factor=2.0)), sliding_window=30,
-        num_key_value_heads=4),
     "mistral-long-window": _hf("mistral", **_new(), sliding_window=70, num_key_value_heads=1),
     # ministral3: queries scaled by their position
     "ministral3-published": _hf("ministral3",
@@ -204,16 +192,12 @@ _CASES = {
     "ministral3-long-yarn": _hf("ministral3",
         **_new("yarn", factor=4.0, original_max_position_embeddings=100, attention_factor=1.2, truncate=False,
             llama_4_scaling_beta=0.2), head_dim=24, num_key_value_heads=4, sliding_window=290),
-    "ministral3-no-scaling": _hf("ministral3",
-        **_new("yarn", factor=8.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.0),
-        head_dim=12, sliding_window=None),
     # granite: factors on embeddings, scores, residuals and logits
     "granite-tied-old": _hf("granite", **_old(1e4), attention_bias=False, tie_word_embeddings=True,
         embedding_multiplier=1.5, residual_multiplier=0.8, attention_multiplier=0.1, logits_scaling=0.5),
     "granite-bias-llama3-new": _hf("granite", **_new("llama3", 1e5, **_LLAMA3), attention_bias=True,
         mlp_bias=True, num_key_value_heads=1, embedding_multiplier=12, residual_multiplier=0.22,
         attention_multiplier=0.3, logits_scaling=3),
-    "granite-defaults": _hf("granite", **_new(), num_key_value_heads=None, attention_multiplier=0.2),
     # arcee: no gate
     "arcee-yarn-old": _hf("arcee",
         **_old(1e4, dict(type="yarn", factor=20.0, original_max_position_embeddings=64, mscale=1.0)),
@@ -231,7 +215,6 @@ _CASES = {
     ),
     # olmo2: norms after attention and MLP, and over all heads together
     "olmo2-bias-new": _hf("olmo2", **_new(rope_theta=5e5), attention_bias=True),
-    "olmo2-mha-tied-old": _hf("olmo2", **_old(), num_key_value_heads=None, tie_word_embeddings=True),
     # olmo3: norms after attention and MLP, and over all heads together; rope scaled on full layers
     "olmo3-yarn-old": _hf(
         "olmo3",
@@ -390,10 +373,7 @@ _CASES = {
     "exaone4-windows": _hf("exaone4", **_old(1e6), num_hidden_layers=4, sliding_window=8, head_dim=16),
     "exaone4-all-full-tied": _hf("exaone4", **_new("llama3", 1e6, **_LLAMA3), sliding_window=None,
         layer_types=["full_attention"] * 3, tie_word_embeddings=True),
-    "exaone4-layer-types": _hf("exaone4", **_new(rope_theta=1e5), sliding_window=30,
-        layer_types=["full_attention", "sliding_attention", "full_attention"]),
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
-    "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
     "smollm3-explicit-nope": _hf("smollm3", **_new(rope_theta=1e5), no_rope_layers=[0, 1, 0, 1],
         num_key_value_heads=4),
     "smollm3-window": _hf("smollm3", **_old(5e4), no_rope_layers=[1, 0, 1], use_sliding_window=True,
@@ -408,15 +388,13 @@ _CASES = {
     ),
 }  # fmt: skip
 CASES = {name: Case(hf, _LONG if "-long-" in name else LENGTHS) for name, hf in _CASES.items()}
+FIRST = {case.hf["model_type"]: name for name, case in reversed(CASES.items())}  # of each family
 
-# Compiling the decode loop takes seconds: test_golden.py generates these through the cache,
-# test_parity_live.py a few others.
+# Compiling the decode loop takes seconds: test_golden.py generates these through the cache, one of a family
+# and of a kind of RoPE that the cache limits; test_parity_live.py those of other families.
 CACHED = (
-    "qwen2-gqa-tied-old", "qwen2-window-layer-types", "qwen3-bias-mqa", "qwen3-window-layer-types-yarn",
-    "qwen3-dynamic-old",
-    "llama3-new", "llama-bias", "llama-yarn-attention-factor", "mistral-window", "mistral-long-window",
-    "smollm3-explicit-nope",
-    "smollm3-window-layer-types", "moe-some-layers-dense", "olmo3-yarn-old", "gemma2-long-caps",
+    "qwen2-gqa-tied-old", "qwen2-window-layer-types", "qwen3-window-layer-types-yarn", "qwen3-dynamic-old",
+    "llama-bias", "mistral-window", "moe-some-layers-dense", "olmo3-yarn-old", "gemma2-long-caps",
     "gemma3-old", "phi3-longrope-beyond", "bitnet-bias-new",
 )  # fmt: skip
 

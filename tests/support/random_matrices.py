@@ -1,15 +1,44 @@
-"""Random matrices of every format that kernels of products read, and quantized experts."""
+"""Random parameters and checkpoints; matrices of every format that kernels of products read, and experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny
+from parity_cases import fuse_tensors, random_tensors
 
+import xinfer_jax as xj
 from kernels_pallas.reference_products import Matrix
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.quantization import quantized_leaf
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 INT4 = (4, 64, True)
 FP8 = ["fp8", "fp8 by output"]
+
+
+def random_params(config, seed=0, dtype="float32"):
+    """Parameters that NumPy draws: outside a jit `xj.init_params` compiles some forty programs."""
+    draws = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype))
+
+    def leaf(x):
+        noise = draws.standard_normal(x.shape)
+        numbers = noise * x.shape[-1] ** -0.5 if x.ndim > 1 else 1 + 0.1 * noise
+        return jnp.asarray(numbers.astype(x.dtype))
+
+    return jax.tree.map(leaf, shapes)
+
+
+def write_checkpoint(path, hf, fused=False, seed=0, **how):
+    """Writes a checkpoint of random tensors without a tokenizer; fused: some are one, as in transformers."""
+    config = from_hf(hf)
+    tensors = random_tensors(config, seed)
+    if fused or config.experts and config.experts.swiglu:
+        tensors = fuse_tensors(config, tensors)
+    for name in [name for name in tensors if "{}" in name]:
+        tensors |= {name.format(i): one for i, one in enumerate(tensors.pop(name))}
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    return tiny.write(path, hf, with_tokenizer=False, weights=tensors, **how)
 
 
 def matrix(draws, kind, outputs, inputs, dtype, bias):

@@ -11,8 +11,10 @@ import numpy as np
 import parity_cases as cases
 import tiny
 
+import xinfer_jax as xj
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int8": "I8",
@@ -206,3 +208,19 @@ def checkpoint(path, hf, settings, encode, is_fused=True, shards=1, **changed):
     stored, equal = convert(float_tensors(hf, is_fused), encode)
     stored = {name: x for name, x in (stored | changed).items() if x is not None}
     return write(path, hf | dict(quantization_config=settings), stored, shards), equal
+
+
+def equal_model(path, hf, equal):
+    """The model of a checkpoint with these float tensors."""
+    return xj.load_model(write(path, hf, equal), "float32")
+
+
+def assert_equal(model, wanted, rtol=0.0):
+    """Every leaf is that of a float model, dequantized: to the bit, unless rtol is given."""
+    known = jax.tree_util.tree_leaves_with_path(wanted.params)
+    found = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    for (place, x), leaf in zip(known, found, strict=True):
+        if is_quantized(leaf):
+            dequantize = type(leaf).dequantize
+            leaf = (jax.vmap(dequantize) if len(leaf.shape) > 2 else dequantize)(leaf)
+        np.testing.assert_allclose(leaf, x, rtol, 0, err_msg=jax.tree_util.keystr(place))

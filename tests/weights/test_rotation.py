@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny
-from mesh_cases import write_checkpoint
 from parity_cases import CASES
 from quick import full_except
+from random_matrices import write_checkpoint
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -61,13 +61,12 @@ def test_a_rotation_is_orthogonal_and_spreads_outliers(width):
 
 
 MODELS = [
-    ("qwen2-gqa-tied-old", INT8), ("qwen2-gqa-tied-old", INT4),
-    ("gemma2-long-caps", INT8), ("moe-some-layers-dense", INT8), ("qwen3-5-tied", INT8),
-    ("gemma2-long-caps", INT4), ("moe-some-layers-dense", INT4),
+    ("qwen2-gqa-tied-old", INT8), ("gemma2-long-caps", INT4), ("moe-some-layers-dense", INT4),
+    ("qwen3-5-tied", INT8),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, how", full_except(MODELS[4:5], MODELS))
+@pytest.mark.parametrize("name, how", full_except(MODELS[:1], MODELS))
 def test_models_with_int8_activations(tmp_path, name, how):
     """A dense one, norms after sublayers, a mixture, and linear attention."""
     source = write_checkpoint(tmp_path / "from", CASES[name].hf)
@@ -108,7 +107,7 @@ def test_models_with_int8_activations(tmp_path, name, how):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [1, 2, 8, 65])
+@pytest.mark.parametrize("rows", [1, 8, 65])
 def test_int8_activation_product_is_exact_and_independent_of_other_rows(rows):
     random = np.random.default_rng(1)
     x = random.standard_normal((rows, 130)).astype(np.float32)

@@ -22,7 +22,7 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.formats.bitnet_format import BitNetFormat
 from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
-from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, plain_sums, ternary_leaf, ternary_struct
+from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, plain_sums, ternary_leaf
 
 pytestmark = pytest.mark.oldest
 
@@ -43,8 +43,8 @@ def activations(rows: int, inputs: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", [ternary_form(None), plain_sums])
-@pytest.mark.parametrize("rows", [1, 2, 9])
-@pytest.mark.parametrize("outputs, inputs", [(5, 3), (40, 72), (96, 128), (130, 416)])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("outputs, inputs", [(5, 3), (130, 416)])
 def test_sums_are_exact_in_every_form(outputs, inputs, rows, form):
     weight, levels_OI = leaf(outputs, inputs)
     assert weight.shape == levels_OI.shape
@@ -57,7 +57,7 @@ def test_sums_are_exact_in_every_form(outputs, inputs, rows, form):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_product_quantizes_each_token_and_has_gradients_of_the_dequantized_matrix(rows):
     weight, levels_OI = leaf(40, 72)
     x_MI = activations(rows, 72)
@@ -77,16 +77,8 @@ def test_other_rows_do_not_change_the_bits_of_a_row():
     x_MI = activations(40, 200)
     product = jax.jit(quantized_product)
     alone = np.concatenate([product(x_MI[i : i + 1], weight) for i in range(40)])
-    for rows in (2, 8, 9, 40):
+    for rows in (2, 9, 40):
         np.testing.assert_array_equal(product(x_MI[:rows], weight), alone[:rows])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_no_product_dequantizes_the_whole_matrix(rows):
-    weight, _ = leaf(2048, 2048)
-    compiled = jax.jit(quantized_product).lower(jnp.ones((rows, 2048)), weight).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * 2048 * 2048
 
 
 def test_float_weights_are_quantized_by_their_mean_magnitude():
@@ -238,31 +230,20 @@ def test_ternary_rows_of_a_batch_equal_rows_alone_and_random_parameters_generate
     assert xj.generate(params, model.config, prompts, options).tokens
 
 
-def test_structs_have_two_bits_a_weight():
-    form = ternary_struct((6912, 2560))
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(form))
-    assert size == 6912 * 2560 // 4 + 4 * 6912
-    assert dataclasses.replace(form, axis_name="model").shape == (6912, 2560)
-
-
 # --- transformers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", LAYOUTS)
-@pytest.mark.parametrize(
-    "case", full_except((), ["bitnet-defaults", "bitnet-bias-new"], soak=["bitnet-bias-new"])
-)
-def test_tokens_equal_those_of_transformers(tmp_path, case, way):
+def test_tokens_equal_those_of_transformers(tmp_path, way):
     """Runs where torch is installed. An activation half way between two levels may round to either: the
     median of the errors is small, but such an activation changes later logits by a hundredth of the largest.
     """
     pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
-    hf = cases.CASES[case].hf
-    if hf.get("attention_bias") and LAYOUTS[way][:2] == ("autobitlinear", "offline"):
-        pytest.skip("its biases would be scaled too, which is not supported")
+    hf = cases.CASES["bitnet-defaults"].hf
     path, _ = checkpoint(tmp_path, way, hf)
     model = xj.load_model(path, dtype="float32")
-    prompts = cases.prompts(cases.CASES[case])
+    prompts = cases.prompts(cases.CASES["bitnet-defaults"])
     with transformers_model(hf, path, way) as theirs:
         answers = [cases.hf_greedy(theirs, prompt, 12) for prompt in prompts]
         wanted = [cases.hf_logits(theirs, prompt) for prompt in prompts]
@@ -271,7 +252,7 @@ def test_tokens_equal_those_of_transformers(tmp_path, case, way):
     logits_BTV = np.asarray(forward(model.params, model.config, rows[0], None, rows[1])[0])
     for i, prompt in enumerate(prompts):
         off = np.abs(logits_BTV[i, : len(prompt)] - wanted[i]).max(-1)
-        print(case, way, len(prompt), np.median(off), off.max())
+        print(way, len(prompt), np.median(off), off.max())
         assert np.median(off) < 1e-4 and off.max() < 0.02 * np.abs(wanted[i]).max()
         assert logits_BTV[i, len(prompt) - 1 :][:12].argmax(-1).tolist() == answers[i][0]
     if way == "bitlinear":

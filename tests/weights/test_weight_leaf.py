@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from random_matrices import random_params
 from small_models import QWEN
 
 import xinfer_jax as xj
@@ -37,15 +38,17 @@ class Columns(WeightLeaf):
 
 def test_a_leaf_of_another_format_decodes_and_is_sharded():
     config = xj.from_hf(QWEN)
-    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = random_params(config)
 
     def leaf(spec, x):
-        return Columns(x.T / 2, jnp.full(len(x), 2.0)) if spec.is_quantizable else x
+        is_own = spec.is_quantizable
+        return Columns(jnp.asarray(np.asarray(x).T / 2), jnp.full(len(x), 2.0)) if is_own else x
 
     own = jax.tree.map(leaf, param_specs(config), params)
     tokens_BT = np.random.default_rng(0).integers(2, config.vocab_size, (2, 7))
+    forward = jax.jit(xj.forward, static_argnums=1)
     for cache in (None, xj.init_cache(config, 2, 16)):
-        got, wanted = (xj.forward(tree, config, tokens_BT, cache)[0] for tree in (own, params))
+        got, wanted = (forward(tree, config, tokens_BT, cache)[0] for tree in (own, params))
         np.testing.assert_allclose(got, wanted, atol=1e-5)
     tree = xj.shardings(config, jax.make_mesh((1,), ("model",)), like=own)
     weight = tree["layers"][0]["q"]["weight"]
