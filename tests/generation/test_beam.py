@@ -62,22 +62,14 @@ def logprobs(params, config, rows: list[list[int]]) -> np.ndarray:
 # --- identities ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("early_stopping", [True, False])
-def test_one_beam_is_greedy(model, early_stopping):
+def test_one_beam_is_greedy(model):
     params, config = model
     free = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20)).tokens
     eos = (free[0][7], free[2][11])
     greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20, eos_token_ids=eos))
     assert "eos" in greedy.finish_reason
-    ours = xj.beam_search(
-        params,
-        config,
-        PROMPTS,
-        num_beams=1,
-        max_new_tokens=20,
-        eos_token_ids=eos,
-        early_stopping=early_stopping,
-    )
+    options = dict(num_beams=1, max_new_tokens=20, eos_token_ids=eos, early_stopping=False)
+    ours = xj.beam_search(params, config, PROMPTS, **options)
     assert_same(ours, [[t] for t in greedy.tokens], [[np.mean(p)] for p in greedy.logprobs])
 
 
@@ -157,15 +149,13 @@ def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantize, cache_dtype, within", [("int8", None, 1e-3), (None, "int8", 0.02)])
-def test_scores_in_fewer_bytes_are_those_of_one_forward_pass(quantize, cache_dtype, within):
-    params, config = build(quantize=quantize)
-    ours = xj.beam_search(
-        params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5, cache_dtype=cache_dtype
-    )
+def test_scores_in_fewer_bytes_are_those_of_one_forward_pass():
+    params, config = build(quantize="int8")
+    options = dict(max_new_tokens=10, length_penalty=0.5, cache_dtype="int8")
+    ours = xj.beam_search(params, config, PROMPTS[0], **options)
     assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
     sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
-    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=within)
+    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=0.02)
 
 
 @pytest.mark.full
@@ -206,31 +196,14 @@ def test_other_settings_compile_nothing(model):
 
 
 @pytest.mark.full
-def test_beam_sampling_depends_on_the_key_alone(model):
-    params, config = model
-    options = dict(max_new_tokens=12, sampling=xj.SamplingConfig(1.0), eos_token_ids=EOS[:2])
-    first, again, other = (
-        xj.beam_search(params, config, PROMPTS, key=jax.random.key(k), **options) for k in (0, 0, 1)
-    )
-    assert first == again and first.sequences != other.sequences
-
-
-@pytest.mark.full
 def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
     """One step of two beams ends with the two most likely of the four tokens drawn, of five."""
     params, config = small
     prompt = [0, 4, 1]
     rows = 6000
     sampling = xj.SamplingConfig(temperature=1.7)
-    found = xj.beam_search(
-        params,
-        config,
-        [prompt] * rows,
-        num_beams=2,
-        max_new_tokens=1,
-        sampling=sampling,
-        key=jax.random.key(2),
-    )
+    options = dict(num_beams=2, max_new_tokens=1, sampling=sampling, key=jax.random.key(2))
+    found = xj.beam_search(params, config, [prompt] * rows, **options)
     logits_V = np.asarray(forward(params, config, np.array([prompt]))[0])[0, -1].astype(np.float64) / 1.7
     p = np.exp(logits_V - logits_V.max())
     p /= p.sum()
@@ -257,26 +230,15 @@ def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
         (dict(num_return_sequences=5), "num_return_sequences 5 exceeds num_beams 4: raise num_beams"),
         (dict(num_return_sequences=0), "num_return_sequences must be a whole number"),
         (dict(early_stopping="always"), "early_stopping must be True, False or 'never', got 'always'"),
-        (dict(early_stopping=1), "early_stopping must be True, False or 'never', got 1"),
         (dict(length_penalty=float("nan")), "length_penalty must be a finite number, got nan"),
-        (dict(length_penalty=None), "length_penalty must be a finite number, got None"),
         (dict(num_beams=61, max_new_tokens=1), "num_beams 61 exceeds the 60 different sequences"),
         (dict(num_beams=2**26), "num_beams 67108864 with a vocabulary of 60 makes .* lower num_beams"),
-        (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
         (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
         (dict(capacity=20), "exceeds the capacity 20: raise capacity"),
-        (dict(cache_dtype="int3"), "dtype 'int3' is not supported"),
-        (
-            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(60,))),
-            "forbidden_token_ids holds token id 60",
-        ),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
         (dict(eos_token_ids=(60,)), "eos_token_ids holds token id 60, outside the vocabulary of 60"),
-        (dict(ids=[]), "no prompts"),
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),
-        (dict(ids=[1, 60]), "holds token id 60"),
         (dict(sampling=xj.SamplingConfig(0.7)), "sampling needs a PRNG key"),
-        (dict(sampling=xj.SamplingConfig(-1.0)), "temperature must be from 0 .greedy. to 1000, got -1.0"),
         (
             dict(sampling=xj.SamplingConfig(0.7), num_beams=1, key=0),
             "num_beams 1 with a temperature above 0 is plain sampling: use generate",

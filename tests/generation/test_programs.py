@@ -173,7 +173,7 @@ def test_impl_chooses_the_program_of_each_call(jitted):
 
 def test_programs_do_not_grow_with_the_layers():
     counts = []
-    for count in (8, 24):
+    for count in (6, 12):
         with compiling.programs() as seen:
             streamed(layers(count))
         counts.append(ours(seen))

@@ -35,6 +35,12 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
+def qwen():
+    config = cases.CASES["qwen2-gqa-tied-old"].config
+    return cases.params_from(config, cases.random_tensors(config, 5)), config
+
+
+@pytest.fixture(scope="module")
 def bundled():
     return xj.load_model(dtype="float32")
 
@@ -113,8 +119,8 @@ def test_ids_that_are_no_tokens_in_a_trace():
 
 
 @pytest.mark.full
-def test_vmap_and_a_callers_jit(model):
-    params, config = model
+def test_vmap_and_a_callers_jit(qwen):
+    params, config = qwen
     tokens_BT, num_tokens_B = batch()
     want_BT = xj.score(params, config, tokens_BT, num_tokens_B)
 
@@ -162,11 +168,11 @@ def test_gradients_are_those_of_the_whole(model):
 
 
 @pytest.mark.full
-def test_soft_prompt(model):
+def test_soft_prompt(qwen):
     """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with
     finite differences.
     """
-    params, config = model
+    params, config = qwen
     tokens_BT = np.array(cases.prompts(cases.CASES["qwen2-gqa-tied-old"])[1:2])
     want_BT = xj.score(params, config, tokens_BT)
     hidden = tokens_BT.copy()
@@ -211,15 +217,14 @@ def test_logits_of_a_long_text_never_exist():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_generate_returns_the_same_log_probabilities(bundled, temperature):
+def test_generate_returns_the_same_log_probabilities(bundled):
     """EOS entry included; temperature and top-p change what is drawn, not what is reported."""
     params = bundled.params
     config = bundled.config
     tok = bundled.tokenizer
     questions = ("What is the capital of France?", "What is the capital of Spain?", "Hello")
     prompts = [tok.encode(tok.apply_chat_template([{"role": "user", "content": text}])) for text in questions]
-    sampling = xj.SamplingConfig(temperature=temperature, top_p=0.95)
+    sampling = xj.SamplingConfig(temperature=1.3, top_p=0.95)
     options = xj.GenerateOptions(max_new_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
     out = xj.generate(params, config, prompts, options, key=jax.random.key(2))
     assert "eos" in out.finish_reason
@@ -237,9 +242,7 @@ def test_generate_returns_the_same_log_probabilities(bundled, temperature):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)]
-)
+@pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08)])
 def test_scores_of_quantized_and_16_bit_weights(weights, bound):
     narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
     model = tiny.shallow_model(**narrow)
@@ -263,9 +266,7 @@ def test_scores_of_quantized_and_16_bit_weights(weights, bound):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["qwen3-head-dim-tied", "llama3-old-tied", "mistral-window", "smollm3-window"]
-)
+@pytest.mark.parametrize("name", ["qwen3-head-dim-tied", "smollm3-window"])
 def test_scores_equal_those_of_transformers(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -303,9 +304,9 @@ GOOD = np.ones((2, 4), np.int32)
         (GOOD, dict(impl="cuda"), "cuda"),
     ],
 )
-def test_bad_arguments_of_score_raise(model, tokens, more, named):
+def test_bad_arguments_of_score_raise(qwen, tokens, more, named):
     with pytest.raises(xj.InputError, match=named):
-        xj.score(*model, tokens, **more)
+        xj.score(*qwen, tokens, **more)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +320,9 @@ def test_bad_arguments_of_score_raise(model, tokens, more, named):
         ([[1]], [[1]], dict(batch_size=0), "batch_size must be at least 1, got 0"),
     ],
 )
-def test_bad_arguments_of_score_completions_raise(model, prompts, completions, more, named):
+def test_bad_arguments_of_score_completions_raise(qwen, prompts, completions, more, named):
     with pytest.raises(xj.InputError, match=named):
-        xj.score_completions(*model, prompts, completions, **more)
+        xj.score_completions(*qwen, prompts, completions, **more)
 
 
 # --- scripts/perplexity.py ----------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ perplexity = partial(run_script.run, "perplexity")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (32, 31, 64), (32, 1, 40), (64, 32, 20)])
+@pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (64, 32, 20)])
 def test_script_scores_every_token_once(bundled, tmp_path, window, stride, length):
     """Token by token: the last of a context that starts where the first window to hold the token does."""
     ids = bundled.tokenizer.encode("What is the capital of France? The capital of France is Paris.\n" * 40)[

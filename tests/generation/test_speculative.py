@@ -119,19 +119,6 @@ def test_prompt_lookup_continues_the_last_repetition():
     assert drafts_BT[2].tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "given, named",
-    [
-        (dict(draft="nothing"), "draft must be a model from load_model, or 'lookup'"),
-        (dict(draft="lookup", draft_tokens=0), "draft_tokens must be a whole number from 1 to 16, got 0"),
-        (dict(draft="lookup", use_cache=False), "draft needs the cache"),
-    ],
-)
-def test_bad_draft_options_raise(model, given, named):
-    with pytest.raises(xj.InputError, match=named):
-        run(model, **given)
-
-
 def test_a_draft_with_another_vocabulary_raises(model):
     draft = dataclasses.replace(model, config=dataclasses.replace(model.config, vocab_size=7))
     with pytest.raises(xj.InputError, match="the draft's vocabulary of 7 is not the model's"):
