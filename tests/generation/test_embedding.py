@@ -72,13 +72,6 @@ def test_many_texts_are_several_batches_and_compile_nothing_within_a_bucket(mode
     np.testing.assert_allclose(fewer_ND[6], first_ND[6], atol=1e-5)
 
 
-def test_texts_get_the_tokenizers_special_tokens(good):
-    model = xj.load_model(good)
-    assert model.tokenizer.encode("a <|im_end|>") == tiny.tokenizer().encode("a <|im_end|>").ids
-    by_text, by_ids = xj.embed_texts(model, ["a <|im_end|>", tiny.tokenizer().encode("a <|im_end|>").ids])
-    np.testing.assert_array_equal(by_text, by_ids)
-
-
 @pytest.mark.parametrize(
     "texts, more, named",
     [

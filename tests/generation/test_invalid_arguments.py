@@ -303,14 +303,11 @@ BAD_PREFILLS = {
     "floats": (dict(tokens_BT=TOKENS * 1.0), "got float64"),
     "nothing": (dict(tokens_BT=TOKENS[:, :0]), "has no tokens"),
     "outside": (dict(tokens_BT=TOKENS + 60), "token id 65 is outside 0 … 63"),
-    "negative": (dict(tokens_BT=TOKENS - 6), "token id -1 is outside"),
     "counts": (
         dict(num_tokens_B=np.array([2, 2])),
         r"num_tokens_B must be .* shape \[1\], got int64 of \[2\]",
     ),
     "too many": (dict(num_tokens_B=np.array([3])), "num_tokens_B: 3 is outside 0 … 2"),
-    "fewer than none": (dict(num_tokens_B=np.array([-1])), "num_tokens_B: -1 is outside"),
-    "none": (dict(num_tokens_B=None), "num_tokens_B must be"),
     "no cache": (dict(cache=None), "cache must come from init_cache, got None"),
     "rows": (dict(cache=xj.init_cache(CONFIG, 2, 8)), "a cache of 2 rows for 1"),
     "capacity": (dict(cache=xj.init_cache(CONFIG, 1, 1)), "2 tokens exceed the cache's capacity 1"),
@@ -347,22 +344,20 @@ def test_bad_arguments_of_decode_step_raise(params, token_B, rows, message):
 BAD_LOOPS = {
     **{
         f"new {value!r}": (dict(max_new_tokens=value), "max_new_tokens must be a whole number of at least 1")
-        for value in (0, -1, 1.5, True, "3", None, jnp.array(2.0))
+        for value in (0, 1.5, True, "3", jnp.array(2.0))
     },
     "new of rows": (dict(max_new_tokens=np.array([3, 3])), "max_new_tokens must be an array of integers"),
     **{
         f"size {value!r}": (dict(output_size=value), "output_size must be a whole number of at least 1")
-        for value in (0, -1, 1.5, True, "3")
+        for value in (0, 1.5)
     },
     "logits": (dict(logits_BV=np.zeros((1, 63), np.float32)), r"floats of the shape \[rows, 64\]"),
-    "integers": (dict(logits_BV=np.zeros((1, 64), int)), "got int64"),
     "rows": (dict(cache=xj.init_cache(CONFIG, 2, 8)), "a cache of 2 rows for 1"),
     "capacity": (dict(max_new_tokens=10), "9 tokens exceed the cache's capacity 8"),
     "key": (dict(row_key_B=0), "key must come from"),
     "settings": (dict(sampling_B={}), "sampling must be"),
     "a setting": (dict(sampling_B=xj.SamplingConfig("0.7")), "temperature must be"),
     "eos": (dict(eos_ids=5), "eos_ids must be an array of integers"),
-    "eos floats": (dict(eos_ids=np.array([0.5])), "eos_ids must be"),
     "eos outside": (dict(eos_ids=np.array([64])), "token id 64 is outside"),
     "seen": (
         dict(seen_BV=np.zeros((1, 63), bool)),
@@ -388,11 +383,8 @@ def test_bad_arguments_of_decode_loop_raise(params, name):
 
 
 def test_decode_loop_checks_shapes_in_a_trace(params):
-    for given, message in (
-        (jnp.zeros(2, int), "max_new_tokens must be"),
-        (jnp.zeros(()), "max_new_tokens must be"),
-    ):
-        with pytest.raises(xj.InputError, match=message):
+    for given in (jnp.zeros(2, int), jnp.zeros(())):
+        with pytest.raises(xj.InputError, match="max_new_tokens must be"):
             jax.eval_shape(lambda new: loop(params, max_new_tokens=new, output_size=4).tokens_BT, given)
 
 

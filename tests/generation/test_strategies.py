@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import other_processors
 
 pytestmark = pytest.mark.oldest
 
@@ -59,16 +58,6 @@ def test_a_processed_row_of_a_batch_is_the_row_alone_and_streamed(model):
         call = model.params, model.config, [prompt], options(sampling=SETTINGS[i])
         assert xj.generate(*call, key=keys[i : i + 1]).tokens[0] == batch.tokens[i]
         assert [ids[0] for ids in xj.stream(*call, key=keys[i : i + 1])] == batch.tokens[i]
-
-
-def test_presence_and_frequency_are_subtracted():
-    logits_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32)
-    count_BV = np.array([[0, 1, 2, 0, 5, 0]] * 2)
-    got = other_processors.presence_frequency(
-        logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV
-    )
-    np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
-    np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
 
 
 # --- log-probabilities --------------------------------------------------------------------------------------
@@ -133,11 +122,6 @@ def test_the_text_ends_before_a_stop_string(model, stop):
     out = pieces.output
     assert text == xj.generate_text(model, QUESTION, given) == ANSWER[: ANSWER.index(stop)]
     assert out.finish_reason == ["stop"] and stop in model.tokenizer.decode(out.tokens[0])
-
-
-def test_a_stop_string_that_never_occurs_changes_nothing(model):
-    given = options(max_new_tokens=16, eos_token_ids=None, stop_strings=("Paris!", "Paris.."))
-    assert xj.generate_text(model, QUESTION, given) == ANSWER
 
 
 # --- several answers ----------------------------------------------------------------------------------------

@@ -125,25 +125,18 @@ def test_stream_text_rejects_prompts_before_iteration(model, prompt):
     "prompt, named",
     [
         ([], "no prompts"),
-        ((), "no prompts"),
         (None, "a prompt is a text, or messages"),
-        (7, "a prompt is a text"),
-        (b"Hello", "a prompt is a text"),
         (TALK[0], "a prompt is a text"),
         (iter(["x"]), "a prompt is a text"),
         ([1, 2, 3], "prompt 0: a prompt is a text"),
         (["x", None], "prompt 1: a prompt is a text"),
-        (["x", TALK[0]], "prompt 1: a prompt is a text"),
         (["x", ""], "prompt 1: the prompt is empty"),
         ([{"role": "user", "content": " \n"}], "the prompt is empty: no message"),
         ([{"role": "system", "content": ""}, {"role": "user", "content": ""}], "the prompt is empty"),
         (["x", []], "prompt 1: a prompt is a text"),
-        ([["x"]], "prompt 0: a prompt is a text"),
         (["x"] * 100 + ["\ud800"], "prompt 100: only valid Unicode text"),
         ([{"content": "x"}], "message 0 must have a role"),
-        ([{"role": None, "content": "x"}], "message 0 must have a role"),
         ([TALK[0], {"role": "user"}], "message 1 must have a text as its content, got None"),
-        ([{"role": "user", "content": None}], "got None"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "must have a text as its content"),
         ([TALK[0] | {1: "x"}], "only texts as keys"),
     ],
@@ -151,12 +144,6 @@ def test_stream_text_rejects_prompts_before_iteration(model, prompt):
 def test_invalid_prompts_are_rejected(model, prompt, named):
     with pytest.raises(xj.InputError, match=named):
         xj.generate_text(model, prompt)
-
-
-def test_text_functions_reject_what_is_not_a_model():
-    for call in (xj.generate_text, xj.stream_text, xj.encode_prompt):
-        with pytest.raises(xj.InputError, match="model must be what load_model gives, got str"):
-            call("Qwen/Qwen2.5-0.5B-Instruct", "x")
 
 
 def test_matching_stop_strings_takes_linear_time(model):

@@ -209,55 +209,6 @@ def test_docstring_and_assignments_of_a_file(path):
                 assert not parts or parts & read or "*" in ast.unparse(node), ast.unparse(node)
 
 
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-def functions(path: Path) -> dict[str, list[str]]:
-    """Returns the parameters of each function in a file, without `self` and `cls`, by its qualified name."""
-    found = {}
-
-    def visit(node: ast.AST, outer: str) -> None:
-        name = f"{outer}.{getattr(node, 'name', type(node).__name__)}"
-        if isinstance(node, FUNCTIONS):
-            given = node.args
-            names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-            found[f"{name}:{node.lineno}"] = [one for one in names if one not in ("self", "cls")]
-        inner = name if isinstance(node, FUNCTIONS | ast.ClassDef) else outer
-        for child in ast.iter_child_nodes(node):
-            visit(child, inner)
-
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    visit(ast.parse(path.read_text(encoding="utf-8")), module)
-    return found
-
-
-def public_functions() -> set[str]:
-    """Returns the qualified names of the public functions, and of the public methods of public classes and
-    of their bases.
-    """
-    found = set()
-    for name in xj.__all__:
-        value = getattr(xj, name)
-        owners = value.__mro__ if inspect.isclass(value) else ()
-        for owner in owners:
-            methods = [x for x in vars(owner) if x == "__init__" or not x.startswith("_")]
-            found |= {f"{owner.__module__}.{owner.__qualname__}.{x}" for x in methods}
-        if inspect.isfunction(value):
-            found.add(f"{value.__module__}.{value.__qualname__}")
-    return found
-
-
-def test_internal_functions_take_few_parameters():
-    """At most 8 each; what belongs together is a named type. The arguments of a program are a `RunConfig`:
-    `impl` belongs to public functions and to the choice of a form.
-    """
-    found = {name: of for path in sorted(LIBRARY.rglob("*.py")) for name, of in functions(path).items()}
-    public = public_functions()
-    many = [name for name, of in found.items() if len(of) > 8 and name.split(":")[0] not in public]
-    assert not many
-    assert sum("impl" in of for of in found.values()) <= 40
-
-
 def test_few_statements_are_exempt_from_the_formatter():
     """Their number does not rise: a type with named fields takes the place of long lists of arguments."""
     texts = (path.read_text(encoding="utf-8") for path in LIBRARY.rglob("*.py"))

@@ -88,20 +88,6 @@ def test_last_processors_get_what_is_sampled_from(decode):
 
 
 @pytest.mark.full
-def test_forbidden_tokens_stay_forbidden(decode):
-    """Before a processor and after it."""
-    prefer = np.zeros((B, V), np.float32)
-    prefer[:, 5] = 1e4
-    forbidden = xj.SamplingConfig(1.0, forbidden_token_ids=(5,))
-    for last in (False, True):
-        given = [(xj.Processor(None, lambda x, logits_BV, _: jnp.maximum(logits_BV, x), last=last), prefer)]
-        assert np.all(np.asarray(decode(processors=given).tokens_BT) == 5)
-        assert not np.any(np.asarray(decode(forbidden, processors=given).tokens_BT) == 5)
-        early = xj.SamplingConfig(1.0, min_new_tokens=3)
-        assert np.all(np.asarray(decode(early, eos=[5], processors=given).length_B) == 4)
-
-
-@pytest.mark.full
 def test_sample_in_place_of_the_draw(decode):
     best = decode(sample=lambda key_B, logits_BV, context: jnp.argmax(logits_BV, -1).astype(jnp.int32))
     same(best, decode(xj.SamplingConfig()))

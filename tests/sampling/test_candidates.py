@@ -87,6 +87,9 @@ def test_kept_logits_equal_those_of_sorting(forms, size):
         want = [kept_by_sorting(*rows, least) for rows in zip(logits, probability, strict=True)]
         kept = top_p(logits, jnp.full(6, p, jnp.float32))
         np.testing.assert_array_equal(kept, np.where(want, logits, -np.inf))
+    k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
+    both = jax.jit(lambda *args: processors.top_k_top_p(*args))(logits, k, p)  # in one loop
+    np.testing.assert_array_equal(both, top_p(top_k(logits, k), p))
 
 
 def test_typical_tokens_equal_those_of_sorting(forms):
@@ -182,16 +185,6 @@ def test_one_pass_of_a_kernel_equals_the_passes_of_xla():
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
-
-
-def test_biased_rows():
-    """Of one setting for all rows, of several, and of arrays on a device."""
-    biased = xj.SamplingConfig(logit_bias={3: 1.0})
-    for rows, want in ((biased, [True, True]), ([biased, xj.SamplingConfig(min_p=0.1)], [True, False])):
-        settings = settings_per_row(rows, 2, 70)
-        assert context_of(settings, 2, 70).biased_B.tolist() == want
-        assert context_of(jax.tree.map(jnp.asarray, settings), 2, 70).biased_B.tolist() == want
-    assert context_of(settings_per_row(xj.SamplingConfig(), 2, 70), 2, 70).biased_B is None
 
 
 @pytest.mark.full

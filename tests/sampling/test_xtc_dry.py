@@ -210,26 +210,6 @@ OTHERS = [
 
 
 @pytest.mark.full
-def test_an_engine_equals_generate(model):
-    """Beside other rows: each request is that prompt alone. Draft tokens change nothing."""
-    params, config = model
-    want = generated(model, PROMPTS, OTHERS)
-    assert want != generated(model, PROMPTS, [xj.SamplingConfig(s.temperature, s.top_k) for s in OTHERS])
-    assert generated(model, PROMPTS, OTHERS, draft="lookup") == want
-    keys = jax.random.split(jax.random.key(9), 3)
-    alone = [
-        xj.generate(params, config, [prompt], xj.GenerateOptions(**CALL, sampling=s), key=key).tokens[0]
-        for prompt, s, key in zip(PROMPTS, OTHERS, keys, strict=True)
-    ]
-    with xj.Engine(xj.Model(params, config, None), rows=3, capacity=64, warm_up=False) as engine:
-        requests = [
-            engine.submit(prompt, xj.GenerateOptions(**CALL, sampling=s), key=key)
-            for prompt, s, key in zip(PROMPTS, OTHERS, keys, strict=True)
-        ]
-        assert [request.result().tokens[0] for request in requests] == alone
-
-
-@pytest.mark.full
 def test_forms_of_devices_draw_the_same():
     """CPUs in groups, GPUs' one branch, and a mesh, which samples from all tokens."""
     logits = random_logits(6, V)

@@ -12,7 +12,7 @@ import serving
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_tools.py
 
 QUESTION = [dict(role="user", content="1 + 2?")]
 TOOLS = tool_models.TOOLS

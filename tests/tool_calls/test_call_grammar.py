@@ -120,13 +120,6 @@ def test_annotations_constrain_nothing(sample, form):
         assert call.arguments.keys() <= parts.keys()
 
 
-def test_json_is_written_as_templates_write_it(sample):
-    add = dict(itertools.islice(SCHEMAS.items(), 1))
-    text = sample(tool_call_form("hermes").grammar(add, False), random.Random(1)).lstrip()
-    call = json.loads(text.splitlines()[1])
-    assert text == f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
 NOT_EXPRESSED = [
     ("qwen3_coder", dict(allOf=[{}]), "tool 'f': 'allOf' cannot be"),
     *(
