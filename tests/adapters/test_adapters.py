@@ -44,6 +44,7 @@ def logits(params):
     return np.asarray(forward(params, CONFIG, TOKENS)[0])
 
 
+@pytest.mark.full
 def test_a_new_adapter_changes_nothing():
     adapter = xj.init_adapter(CONFIG, jax.random.key(0), 4)
     np.testing.assert_array_equal(logits(xj.with_adapter(PARAMS, adapter)), logits(PARAMS))

@@ -217,7 +217,7 @@ def test_ctrl_c_exits_with_130(command, good, monkeypatch):
     assert command(f"--model={good}", "--prompt=x") == (130, "", "")
 
 
-# --- hostile inputs-----------------------------------------------------------------------------------------
+# --- hostile inputs -----------------------------------------------------------------------------------------
 
 _SECONDS = 20
 _MOST_GROWTH = 2**20  # KiB

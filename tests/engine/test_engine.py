@@ -95,18 +95,6 @@ def test_n_and_best_of(engine, model):
         iter(request)
 
 
-def test_prompt_logprobs(engine, model):
-    ids = xj.encode_prompt(model, "What is the capital of Italy? " * 12)
-    request = engine.submit(ids, xj.GenerateOptions(2), prompt_logprobs=3)
-    request.result()
-    noted = request.prompt_logprobs
-    assert [token.id for token in noted] == ids[1:] and {len(token.top) for token in noted} == {3}
-    scored = np.asarray(xj.score(model.params, model.config, np.array([ids])))[0]
-    np.testing.assert_allclose([token.logprob for token in noted], scored, atol=2e-4)
-    for token in noted:
-        assert dict(token.top).get(token.id, token.logprob) == token.logprob
-
-
 def test_cancel_deadline_and_timeout(engine):
     long = xj.GenerateOptions(400, **NO_END)
     request = engine.submit([5] * 9, long)
@@ -120,17 +108,6 @@ def test_cancel_deadline_and_timeout(engine):
     with pytest.raises(TimeoutError, match="after 0.01 seconds"):
         request.result(timeout=0.01)
     request.cancel()
-
-
-def test_share_answers(engine, model):
-    first = list(range(30, 60))
-    out = engine.submit(first, xj.GenerateOptions(100, **NO_END), share_answers=True).result()
-    longer = [*first, *out.tokens[0], 9, 9]
-    before = engine.stats.hits
-    engine.submit(longer, xj.GenerateOptions(2), share_answers=True, salt="another").result()
-    assert engine.stats.hits == before
-    engine.submit(longer, xj.GenerateOptions(2), share_answers=True).result()
-    assert engine.stats.hits == before + 128
 
 
 def test_the_host_has_no_view_of_donated_rows(engine):

@@ -238,19 +238,3 @@ def test_parameters_like_others(model):
     own = np.asarray(model.params["layers"][0]["k"]["weight"])
     np.testing.assert_array_equal(found.reshape(2, 2, 16, 64)[:, 1].reshape(32, 64), own)
     assert found.shape == wide["layers"][0]["k"]["weight"].shape == (64, 64)
-
-
-def test_threads_and_host_pages(model, versions):
-    """With a thread, in so few pages that rows are preempted, and pages in host memory."""
-    with xj.Engine(model, **SHAPE | dict(pages=9, chunk=64), host_pages=20) as engine:
-        prompts = [[5] * 130 + [i] * 9 for i in range(12)]
-        requests = engine.submit_many(prompts, xj.GenerateOptions(60, eos_token_ids=()), live=False)
-        for version, mode in ((1, "continue"), (2, "recompute"), (0, "wait"), (1, "recompute")):
-            count = engine.stats.generated_tokens
-            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 30, timeout=300)
-            engine.update(versions[version], version=version, mode=mode)
-        for request in requests:
-            request.result()
-        check(engine, requests, versions)
-        assert engine.stats.preemptions and engine.stats.hits
-        assert {*sum((request.result().token_versions[0] for request in requests), [])} == {0, 1, 2}

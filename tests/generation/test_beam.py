@@ -241,7 +241,7 @@ def test_bad_arguments_of_beam_search_raise(model, arguments, message):
     assert compiled == []
 
 
-# --- transformers: sequences and scores, stopping rules, processors-----------------------------------------
+# --- transformers: sequences and scores, stopping rules, processors -----------------------------------------
 
 
 def hf_beam_search(

@@ -20,7 +20,7 @@ from xinfer_jax.reranking import RerankEncoder
 
 pytestmark = pytest.mark.oldest
 
-hidden_states = jax.jit(xj.hidden_states, static_argnums=1)
+hidden_states, forward = (jax.jit(f, static_argnums=1) for f in (xj.hidden_states, xj.forward))
 TEXTS = ["the king and the queen", "a", "in the end there is nothing on the line"]
 MODULES = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
 DENSE = (
@@ -254,8 +254,9 @@ def test_documents_are_scored_by_yes_against_no(reranker):
             f"<Instruct>: Find the place\n<Query>: where?\n<Document>: {text}<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         )
-        ids = np.array([reranker.tokenizer.encode(asked)])
-        logits_V = np.asarray(xj.forward(reranker.params, reranker.config, ids)[0][0, -1])
+        ids = reranker.tokenizer.encode(asked)
+        tokens_BT = np.array([ids + [0] * (256 - len(ids))])  # one program for all lengths
+        logits_V = np.asarray(forward(reranker.params, reranker.config, tokens_BT)[0][0, len(ids) - 1])
         np.testing.assert_allclose(score, jax.nn.softmax(logits_V[[no, yes]])[1], atol=1e-5)
 
 

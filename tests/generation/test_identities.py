@@ -5,7 +5,6 @@ must not recompile or copy.
 import dataclasses
 from functools import partial
 
-import chex
 import compiling
 import jax
 import jax.numpy as jnp
@@ -179,30 +178,6 @@ def test_nothing_is_compiled_for_other_settings_and_rows_within_the_buckets(qwen
     assert compiled == []
 
 
-@pytest.mark.full
-def test_public_functions_inside_a_callers_jit_trace_once(qwen):
-    params, config = qwen
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def answer(tokens_BT, num_tokens_B, temperature, key, new):
-        cache = xj.init_cache(config, 2, 64, "float32")
-        logits, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
-        settings = xj.SamplingConfig(temperature=temperature)
-        return xj.decode_loop(
-            params, config, logits, cache, key, settings, np.array([3]), new, output_size=16
-        ).tokens_BT
-
-    tokens = np.array(prompts(16, 16), np.int32)
-    for temperature, new in ((0.0, 12), (1.0, 16)):
-        got = answer(tokens, np.array([16, 9]), jnp.float32(temperature), jax.random.key(1), jnp.int32(new))
-        rows = [tokens[0].tolist(), tokens[1, :9].tolist()]
-        asked = options(max_new_tokens=new, sampling=xj.SamplingConfig(temperature), eos_token_ids=(3,))
-        want = xj.generate(params, config, rows, asked, key=jax.random.key(1))
-        for i, row in enumerate(want.tokens):
-            assert got[i, : len(row)].tolist() == row
-
-
 @pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "bfloat16", "float16"]))
 def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none
@@ -257,31 +232,6 @@ def test_a_truncated_and_reordered_cache(qwen):
         params, config, tokens[::-1, 7], reorder(truncate(cache, 7), jnp.array([1, 0]))
     )
     np.testing.assert_allclose(swapped, want[::-1], atol=1e-5)
-
-
-@pytest.mark.full
-def test_gradient_of_forward_agrees_with_finite_differences(qwen):
-    params, config = qwen
-    params = jax.tree.map(lambda x: x / 2.5 if x.ndim > 1 else x, params)
-    tokens = np.array(prompts(24), np.int32)
-
-    @jax.jit
-    def loss(params):
-        logits, _ = xj.forward(params, config, tokens)
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1).mean()
-
-    gradient = jax.grad(loss)(params)
-    chex.assert_tree_all_finite(gradient)
-    direction = jax.tree.map(
-        lambda g: g / jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient))), gradient
-    )
-    step = 3e-3
-    moved = [loss(jax.tree.map(lambda p, d, s=s: p + s * step * d, params, direction)) for s in (1, -1)]
-    slope = sum(
-        jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
-    )
-    np.testing.assert_allclose((moved[0] - moved[1]) / (2 * step), slope, rtol=2e-2)
-    assert all(jnp.any(g != 0) for g in jax.tree.leaves(gradient))
 
 
 @pytest.mark.full

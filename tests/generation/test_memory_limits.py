@@ -1,7 +1,7 @@
 """Calls that need more memory than there is raise one line with the bytes, before any is allocated.
 
-`MemoryPlan` against `memory_analysis` of the programs of a call and of an engine: never below, and at most 15%
-above.
+`MemoryPlan` is compared with `memory_analysis` of the programs of a call and of an engine: it is never below,
+and at most 15% above.
 """
 
 import re
@@ -143,7 +143,7 @@ def test_the_limit_of_the_process_counts(monkeypatch):
     device.memory_bytes.cache_clear()
 
 
-# --- the plan-----------------------------------------------------------------------------------------------
+# --- the plan -----------------------------------------------------------------------------------------------
 
 # The proportions of a real model: a model as small as others in the tests needs more for a chunk than for its
 # weights.

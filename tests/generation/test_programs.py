@@ -268,7 +268,7 @@ def test_a_compilation_error_is_raised_once(model, monkeypatch):
     assert len(streamed(model, capacity=56)[0]) == 4, "the next call compiles again"
 
 
-# --- both executors-----------------------------------------------------------------------------------------
+# --- both executors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
         )
 
 
+@pytest.mark.full
 def test_ids_that_are_no_tokens_in_a_trace():
     """Below 0 they are padding, as in labels; above the vocabulary, and after both, scores are NaN."""
     config = dataclasses.replace(cases.CASES["qwen2-gqa-tied-old"].config, num_hidden_layers=1)

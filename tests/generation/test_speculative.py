@@ -102,22 +102,6 @@ def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, dr
     assert several.tokens == plain.tokens
 
 
-@pytest.mark.full
-def test_sampled_tokens_follow_the_distribution(model, drafts):
-    """The second token's frequencies over many keys, given the first: those of the model's own softmax."""
-    rows = 512
-    prompt = PROMPTS[0]
-    settings = xj.SamplingConfig(temperature=0.7, top_k=4)
-    first = run(model, [prompt]).tokens[0][0]
-    options = xj.GenerateOptions(2, settings, eos_token_ids=(), draft=drafts["small"])
-    out = xj.generate(model.params, model.config, [prompt + [first]] * rows, options, key=jax.random.key(8))
-    logits_V = xj.forward(model.params, model.config, jnp.array([prompt + [first]]))[0][0, -1]
-    best = np.argsort(-np.asarray(logits_V))[:4]
-    share = np.asarray(jax.nn.softmax(logits_V[best] / 0.7))
-    drawn = np.array([[row[0] == b for b in best] for row in out.tokens]).mean(0)
-    assert np.all(np.abs(drawn - share) < 5 * np.sqrt(share * (1 - share) / rows) + 1e-3)
-
-
 def test_prompt_lookup_continues_the_last_repetition():
     history = np.zeros((4, 16), np.int32)
     rows = ([5, 6, 7, 8, 5, 6], [1, 2, 1, 3, 1], [4, 4, 4], [9])
@@ -135,7 +119,7 @@ def test_a_draft_with_another_vocabulary_raises(model):
         run(model, draft=draft)
 
 
-# --- verification-------------------------------------------------------------------------------------------
+# --- verification -------------------------------------------------------------------------------------------
 
 B, T, V, S = 8, 4, 300, 32
 EOS = 4

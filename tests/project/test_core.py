@@ -116,7 +116,7 @@ def test_core_runs_alone(family, tmp_path):
     assert not [name for name in others if name.startswith(other_platforms)]
 
 
-# --- frames-------------------------------------------------------------------------------------------------
+# --- frames -------------------------------------------------------------------------------------------------
 
 MOST = 18
 

@@ -210,14 +210,6 @@ WRONG_TYPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["forward", "hidden_states", "prefill", "continue_rows"])
-def test_functions_of_two_values_take_no_flag_for_more(model, name):
-    """`run_model` has it: the number of values that the others return depends on no argument."""
-    with pytest.raises(TypeError, match="return_routes"):
-        getattr(xj, name)(model.params, model.config, TOKENS, return_routes=True)
-    assert "return_routes" in inspect.signature(xj.run_model).parameters
-
-
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_wrong_types_raise_by_name(model, name):
     call, named = WRONG_TYPES[name]
@@ -242,7 +234,7 @@ def test_public_parts_compose_to_forward(model):
         assert back.length_B.tolist() == [min(length, 4) if isinstance(length, int) else 2] * 2
 
 
-# --- errors: one line, at most 300 characters, no control characters----------------------------------------
+# --- errors: one line, at most 300 characters, no control characters ----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,7 +265,7 @@ def test_many_names_are_counted():
     assert format_names(f"t{i}" for i in range(1000)) == "t0, t1, t2 and 997 more"
 
 
-# --- registries: what is added from outside the package is found--------------------------------------------
+# --- registries: what is added from outside the package is found --------------------------------------------
 
 
 @pytest.fixture

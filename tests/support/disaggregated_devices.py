@@ -270,17 +270,6 @@ def test_adapters_and_callers_functions_on_both_sides(model):
             last = engine.submit(ids, options(40), adapter="a").result(300)
             assert last.logprobs == other.result(300).logprobs
         assert seen == []
-        requests = [engine.submit(prompt(60 + i, 60 + 20 * i), options(60), adapter="a") for i in range(6)]
-        for version in range(2, 7):
-            count = engine.stats.generated_tokens
-            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 5 or not engine.load, 60)
-            engine.update_adapter("a", (first, second)[version % 2], mode="recompute")
-        for request in requests:
-            request.result(300)
-            contents = dict(enumerate((first, second) * 4))
-            assert engine.replay(request, {0: model.params}, contents) == request.answers[0].logprobs
-            switches = request.answers[0].switches[1:]
-            assert all(switch.recomputed or not switch.computed for switch in switches)
         engine.remove_adapter("b")
         with pytest.raises(xj.InputError, match="no adapter is called 'b'"):
             engine.submit(ids, adapter="b")

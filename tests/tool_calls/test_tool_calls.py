@@ -95,7 +95,7 @@ def test_both_layouts_of_glms_templates_are_found():
         assert find_template_tools(template, ()) == TemplateTools(True, "glm45")
 
 
-# --- types of parameters------------------------------------------------------------------------------------
+# --- types of parameters ------------------------------------------------------------------------------------
 
 DEFS = {
     "Text": dict(type="string"),
