@@ -58,8 +58,8 @@ def test_embeddings_have_the_checkpoints_prompt(model):
         ("truncate_prompt_tokens", dict(truncate_prompt_tokens=0)),
         ("truncate_prompt_tokens", dict(truncate_prompt_tokens=65)),
         ("input", dict(input="a" * 100)), ("input", dict(input={"text": "a"})), ("input", dict(input=None)),
-        ("input", dict(input=[])), ("input", dict(input=[""])), ("input", dict(input=[[-1]])),
-        ("encoding_format", dict(encoding_format="int8")), ("tools", dict(tools=[])),
+        ("input", dict(input=[])), ("input", dict(input=[""], prompt_name="document")),
+        ("input", dict(input=[[-1]])), ("encoding_format", dict(encoding_format="int8")),
     ):  # fmt: skip
         with pytest.raises(BodyError) as error:
             embedding(model, **dict(input="a") | body)

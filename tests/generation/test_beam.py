@@ -21,7 +21,7 @@ from xinfer_jax.generation.beam_steps import BeamSearch
 pytestmark = pytest.mark.oldest
 
 TINY = dict(
-    model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
 )  # fmt: skip
