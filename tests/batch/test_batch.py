@@ -542,7 +542,7 @@ def test_scores_equal_score(model, tmp_path):
 
 
 @pytest.mark.full
-def test_dataset_generator_answers_batches_of_columns(model, tmp_path):
+def test_dataset_generator_answers_batches_of_columns(tmp_path):
     options = xj.GenerateOptions(8, xj.SamplingConfig(temperature=0.9))
     made = xj.DatasetGenerator(options=options, seed=4, rows=3, capacity=128, pages=20)
     prompts = np.array([QUESTION, "Hi", "", "Say one", "Say two"], dtype=object)
@@ -554,7 +554,7 @@ def test_dataset_generator_answers_batches_of_columns(model, tmp_path):
     assert whole["error"][0] == "" and whole["completion_tokens"][2] == 0
     named = made(dict(messages=[[dict(role="user", content=QUESTION)]], custom_id=["a"]))
     row = dict(messages=[dict(role="user", content=QUESTION)], custom_id="a")
-    found, _ = answered(model, tmp_path, row, options=options, seed=4)
+    found, _ = answered(xj.load_model(), tmp_path, row, options=options, seed=4)
     assert named["text"].tolist() == [found["a"]["text"]]
     with pytest.raises(xj.InputError, match="needs the column"):
         made(dict(text=prompts))
