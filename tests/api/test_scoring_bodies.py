@@ -57,7 +57,9 @@ def test_embeddings_have_the_checkpoints_prompt(model):
         ("prompt_name", dict(prompt_name="passage")), ("truncation_side", dict(truncation_side="both")),
         ("truncate_prompt_tokens", dict(truncate_prompt_tokens=0)),
         ("truncate_prompt_tokens", dict(truncate_prompt_tokens=65)),
-        ("input", dict(input="a" * 100)), ("input", dict(input={"text": "a"})),
+        ("input", dict(input="a" * 100)), ("input", dict(input={"text": "a"})), ("input", dict(input=None)),
+        ("input", dict(input=[])), ("input", dict(input=[""], prompt_name="document")),
+        ("input", dict(input=[[-1]])), ("encoding_format", dict(encoding_format="int8")),
     ):  # fmt: skip
         with pytest.raises(BodyError) as error:
             embedding(model, **dict(input="a") | body)
@@ -80,6 +82,9 @@ def test_forms_of_documents(model):
     assert bare.pairs.lengths() == [len(wanted) + len(bare.pairs.documents[0])]
     for field, body in (
         ("documents", dict(documents=[{"image": "x"}])), ("documents", dict(documents=[{"content": [3]}])),
+        ("documents", dict(documents=[])), ("documents", dict(documents=["b", 3])), ("query", dict(query=3)),
+        ("documents", dict(documents=["b " * 3000])), ("top_n", dict(top_n=0)),
+        ("instruction", dict(instruction=[])),
         ("return_documents", dict(return_documents=1)), ("query", dict(query=["a", "b"])),
         ("truncate_prompt_tokens", dict(truncate_prompt_tokens=0)), ("documents", dict(documents={})),
     ):  # fmt: skip

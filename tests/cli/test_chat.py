@@ -4,7 +4,6 @@ import io
 import re
 import signal
 import sys
-import time
 
 import pytest
 import tiny
@@ -54,10 +53,7 @@ def test_a_chat_prefills_only_new_turns(run_chat):
     "flags, error",
     [
         (["--capacity=20", "--max_tokens=30"], "--max_tokens=30 leaves no tokens for a question"),
-        (["--capacity=1"], "--capacity=1: give a whole number from 2"),
         (["--max_tokens=300"], "--max_tokens=300 leaves no tokens for a question in a capacity of 256"),
-        (["--temperature=-1"], "--temperature=-1: give a number from 0 (greedy) to 1000"),
-        (["--top_p=2"], "--top_p=2: give a number above 0 and at most 1"),
         (["--adapter=/nowhere"], "adapter '/nowhere' does not exist: give a directory, or a hub name"),
         (["--regex=a", "--choice=b"], "--regex and --choice both constrain the answer"),
         (["--prompt=x"], "Unknown command line flag 'prompt'"),
@@ -82,10 +78,8 @@ def test_a_question_that_the_template_rejects_is_one_line(run_chat, tmp_path):
     template = "{{ raise_exception('no\nsuch words') }}"
     tiny.write_json(tmp_path / "tokenizer_config.json", {"chat_template": template})
     code, out, err = run_chat("hello\nagain\n", model=tmp_path)
-    assert (code, out) == (0, "")
-    assert [bool(re.match("xinfer-jax-chat: .*no such words", line)) for line in err.splitlines()] == [
-        True
-    ] * 2
+    assert (code, out, err.count("\n")) == (0, "", 2)
+    assert all(re.match("xinfer-jax-chat: .*no such words", line) for line in err.splitlines())
 
 
 def test_the_answers_of_a_chat_follow_a_grammar(run_chat):
@@ -125,16 +119,3 @@ def test_ctrl_c_stops_an_answer_then_the_chat(environment, good):  # noqa: F811
     assert output.read(2) == b"> "
     code, out, err = session.interrupted()
     assert (code, out) == (130, "") and "Traceback" not in err
-
-
-@pytest.mark.full
-def test_a_second_ctrl_c_ends_the_chat(environment, good):  # noqa: F811
-    session = Session(
-        environment, "scripts/chat.py", f"--model={good}", "--max_tokens=16", "--compilation_cache="
-    )
-    session.type(f"{QUESTION} " * 4)  # longer than what was compiled at the start
-    session.until("prefilling the prompt")
-    session.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # two at once would be one
-    code, _, err = session.interrupted()
-    assert code == 130 and "Traceback" not in err

@@ -88,22 +88,16 @@ def test_json_output(command, good):
 
 
 def test_max_tokens_ends_the_answer(ask):
-    answer = ask("--max_tokens=3")
-    assert (answer["tokens"], answer["text"], answer["finish_reason"]) == (ANSWER_IDS[:3], "Yes", "length")
+    """Half a character at the end is still printed."""
+    for count, text in ((3, "Yes"), (7, "Yes, \ufffd")):
+        answer = ask(f"--max_tokens={count}")
+        found = answer["tokens"], answer["text"], answer["finish_reason"]
+        assert found == (ANSWER_IDS[:count], text, "length")
 
 
-def test_half_a_character_at_the_end_is_still_printed(command, good):
-    code, out, _ = command(f"--model={good}", ASK, "--max_tokens=7")
-    assert code == 0 and out == "Yes, \ufffd\n"
-
-
-def test_the_prompt_may_come_from_standard_input(command, good):
-    assert command(f"--model={good}", stdin=QUESTION + "\n")[:2] == (0, ANSWER + "\n")
-    answer = command(f"--model={good}", "--output=json", stdin=QUESTION + "\n\n")[1]
-    assert (
-        json.loads(answer)["prompt_tokens"]
-        == json.loads(command(f"--model={good}", "--output=json", ASK)[1])["prompt_tokens"]
-    )
+def test_the_prompt_may_come_from_standard_input(command, ask, good):
+    answer = json.loads(command(f"--model={good}", "--output=json", stdin=QUESTION + "\n\n")[1])
+    assert (answer["text"], answer["prompt_tokens"]) == (ANSWER, ask()["prompt_tokens"])
 
 
 def test_system_and_raw_flags(ask):
@@ -120,28 +114,18 @@ def test_beam_search_flags(command, ask, good):
     flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
     answer = ask(*flags)
     model = xj.load_model(good)
-    options = dict(
-        num_beams=3,
-        length_penalty=0.5,
-        early_stopping="never",
-        max_new_tokens=16,
-        sampling=xj.SamplingConfig(min_new_tokens=2),
-    )
-    eos = [i for i in model.tokenizer.eos_token_ids if i < model.config.vocab_size]
-    wanted = xj.beam_search(
-        model.params, model.config, encode_prompt(model, QUESTION), eos_token_ids=eos, **options
-    )
-    assert [row["tokens"] for row in answer["sequences"]] == wanted.sequences and answer["sequences"][0][
-        "text"
-    ] == ANSWER
-    assert [row["score"] for row in answer["sequences"]] == wanted.scores and answer["prompt_tokens"] > 32
+    options = dict(num_beams=3, length_penalty=0.5, early_stopping="never", max_new_tokens=16)
+    options |= dict(sampling=xj.SamplingConfig(min_new_tokens=2))
+    wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), **options)
+    found = answer["sequences"]
+    assert [row["tokens"] for row in found] == wanted.sequences and found[0]["text"] == ANSWER
+    assert [row["score"] for row in found] == wanted.scores and answer["prompt_tokens"] > 32
     code, out, err = command(f"--model={good}", ASK, *flags)
     best, *costs = err.splitlines()
     assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}")
-    if hasattr(wanted, "stats"):
-        assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
-        for line, pattern in zip(costs, STATISTICS, strict=True):
-            assert re.fullmatch(pattern.removesuffix(r" \[(eos|length)\]"), line), line
+    assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
+    for line, pattern in zip(costs, STATISTICS, strict=True):
+        assert re.fullmatch(pattern.removesuffix(r" \[(eos|length)\]"), line), line
 
 
 def test_a_compilation_cache_that_is_not_a_directory_is_one_line(command, good, tmp_path):
@@ -174,8 +158,6 @@ def test_an_adapter_changes_the_answer(command, ask, good, tmp_path):
     config = xj.load_model(good).config
     xj.save_adapter(tmp_path / "a", random_adapter(config, 0, 2), config)
     assert ask(f"--adapter={tmp_path / 'a'}", "--max_tokens=4")["tokens"] != ask("--max_tokens=4")["tokens"]
-    rotated = "--quantize=int8", "--activations=int8", "--max_tokens=4"
-    assert ask(f"--adapter={tmp_path / 'a'}", *rotated)["tokens"] != ask(*rotated)["tokens"]
     code, _, err = command(f"--model={good}", ASK, f"--adapter={tmp_path}")
     assert code == 2 and "holds no adapter_config.json" in err
 
@@ -227,13 +209,6 @@ def test_names_of_flags_may_have_dashes():
     assert (values.generation_config, values.repetition_penalty, values.regex) == (False, 1.5, "--no-x")
 
 
-def test_a_setting_of_the_checkpoint_that_is_not_supported_names_its_flag(command, ask, tmp_path):
-    path = tiny.write(tmp_path, generation_config=dict(num_beams=4))
-    code, out, err = command(f"--model={path}", ASK, "--max_tokens=1")
-    assert (code, out) == (2, "") and "asks for num_beams=4" in err and "(--nogeneration_config)" in err
-    assert command(f"--model={path}", ASK, "--max_tokens=1", "--nogeneration_config")[0] == 0
-
-
 def test_a_second_call_resets_flags_to_their_defaults(command, ask, good):
     ask("--temperature=1000", "--seed=3", "--max_tokens=2", "--repetition_penalty=2", "--system=x")
     assert command(f"--model={good}", stdin=QUESTION)[:2] == (0, ANSWER + "\n")
@@ -242,22 +217,16 @@ def test_a_second_call_resets_flags_to_their_defaults(command, ask, good):
     assert command(f"--model={good}", ASK)[:2] == (0, ANSWER + "\n")
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "-help"])
-def test_help_lists_every_flag(command, flag):
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help(command, flag):
     code, out, err = command("--max_tokens=abc", flag)
     assert (code, err) == (0, "") and out.startswith("Text in, text out") and "example: " in out
-    for name in (
-        "model", "prompt", "system", "[no]raw", "max_tokens", "temperature", "top_k", "top_p", "seed",
-        "dtype", "output",
-        "repetition_penalty", "[no]generation_config", "[no]use_cache", "compilation_cache",
-    ):  # fmt: skip
-        assert re.search(rf"^  --{re.escape(name)} +\S", out, re.M), name
     assert re.search(r"--max_tokens .*Default: 128\.", out)
     assert "flagfile" not in out and "undefok" not in out and max(map(len, out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("module", ["cli.answer_flags", "cli.chat_flags", "cli.batch_flags", "serve.command"])
-def test_help_separates_each_flag_from_its_text(module, capsys):
+def test_help_has_each_flag_apart_from_its_text(module, capsys):
     program = importlib.import_module(f"xinfer_jax.{module}").PARSER
     with pytest.raises(SystemExit):
         program.parse([program.name, "--help"])

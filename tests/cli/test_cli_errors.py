@@ -1,17 +1,27 @@
-"""Errors of the command line: one line on standard error, exit code 2; and interrupts."""
+"""Errors of the command line: one line on standard error, exit code 2; interrupts; and hostile inputs,
+rejected at once and with little memory.
+"""
 
 import io
 import math
+import os
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 
+import hostile_cases
 import jax
 import pytest
+import tiny
+from hostile_cases import CASES, DIRECTORY
 from paths import ROOT
 from tiny import ASK
 
 import xinfer_jax as xj
+from xinfer_jax import device
 from xinfer_jax.cli import answer, answer_flags as cli, startup
 from xinfer_jax.ops.operation import check_impl
 from xinfer_jax.sampling.settings import NUMBERS
@@ -37,39 +47,21 @@ BAD_FLAGS = {
         "--temperature=-0.1: give a number from 0 .greedy.",
     ),
     "temperature-nan": (["--temperature=nan"], "--temperature=nan: give a number from 0"),
-    "temperature-inf": (["--temperature=inf"], "--temperature=inf: give"),
-    "temperature-too-high": (
-        ["--temperature=99999"],
-        "--temperature=99999: give .* to 1000",
-    ),
-    "temperature-text": (["--temperature=hot"], "--temperature=hot: give"),
     "top-p-zero": (["--top_p=0"], "--top_p=0: give a number above 0 and at most 1"),
-    "top-p-above-one": (["--top_p=1.5"], "--top_p=1.5: give"),
-    "top-p-nan": (["--top_p=nan"], "--top_p=nan: give"),
     "min-p-above-one": (["--min_p=2"], "--min_p=2: give a number from 0 .off. to 1"),
     "top-k-negative": (["--top_k=-1"], "--top_k=-1: give a whole number from 0"),
     "top-k-too-large": ([f"--top_k={2**31}"], "--top_k=2147483648: give"),
-    "top-k-fraction": (["--top_k=1.5"], "--top_k=1.5: give"),
     "penalty-zero": (["--repetition_penalty=0"], "--repetition_penalty=0: give a number from 1e-6"),
-    "penalty-infinite": (
-        ["--presence_penalty=inf"],
-        "--presence_penalty=inf: give a number from -1e30 to 1e30",
-    ),
     "max-tokens-zero": (["--max_tokens=0"], "--max_tokens=0: give a whole number from 1"),
-    "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens=-5: give"),
     "max-tokens-with-dashes": (["--max-tokens", "-5"], "--max_tokens=-5: give"),
-    "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc: give"),
-    "max-tokens-too-large": (["--max_tokens=" + "9" * 20], "--max_tokens=9{20}: give"),
     "max-tokens-of-5000-digits": (["--max_tokens=" + "9" * 5000], "--max_tokens=9+ … .*: give"),
     "max-tokens-of-two-lines": (["--max_tokens=1\n2"], "--max_tokens=1 2: give"),
     "max-tokens-without-value": (["--max_tokens"], "Missing value for flag --max_tokens"),
-    "seed-text": (["--seed=x"], "--seed=x: give"),
     "seed-negative": (["--seed=-1"], "--seed=-1: give a whole number from 0 to 4294967295"),
     "seed-too-large": ([f"--seed={2**70}"], "--seed="),
     "raw-text": (["--raw=maybe"], "--raw=maybe: give true or false"),
     "output-xml": (["--output=xml"], "--output=xml: give text or json"),
     "dtype-unknown": (["--dtype=int8"], "--dtype=int8: give float32, bfloat16 or float16"),
-    "dtype-empty": (["--dtype="], "--dtype=: give float32"),
     "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8, int4 or fp8"),
     "activations-unknown": (["--activations=int4"], "--activations=int4: give int8"),
     "impl-unknown": (
@@ -79,16 +71,12 @@ BAD_FLAGS = {
     "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear, float8_e4m3fn"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),
     "part-of-a-flag": (["--temp=0"], "flag 'temp'. Did you mean --temperature.*--help"),
-    "part-of-two-flags": (["--top=1"], "flag 'top'. Did you mean --top_k or --top_p.*--help"),
     "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
     "switch-with-a-value": (["--nouse_cache=x"], "use_cache.*--help"),
-    "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
     "unknown-long-flag": (["--" + "a" * 3000], "Unknown command line flag 'aaa"),
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
     "a-file-of-flags": (["--flagfile=/dev/zero"], "flagfile"),
-    "logprobs-negative": (["--logprobs=-1"], "--logprobs=-1: give"),
     "stop-empty": (["--stop="], "--stop=: give some text"),
-    "no-beams": (["--num_beams=0"], "--num_beams=0: give"),
     "length-penalty-nan": (["--num_beams=2", "--length_penalty=nan"], "--length_penalty=nan: give"),
     "early-stopping-unknown": (
         ["--num_beams=2", "--early_stopping=soon"],
@@ -99,13 +87,10 @@ BAD_FLAGS = {
     "beams-without-cache": (["--num_beams=2", "--nouse_cache"], "--use_cache does not go with --num_beams=2"),
     "length-penalty-alone": (["--length_penalty=2"], "--length_penalty does not go with --num_beams=1"),
     "no-guesses": (["--draft=lookup", "--draft_tokens=0"], "--draft_tokens=0: give"),
-    "very-many-guesses": (["--draft=lookup", "--draft_tokens=100000"], "--draft_tokens=100000: give"),
     "guesses-of-nobody": (["--draft_tokens=5"], "--draft_tokens=5 does nothing without --draft"),
     "draft-without-cache": (["--draft=lookup", "--nouse_cache"], "--draft needs the cache"),
     "raw-with-system": (["--raw", "--system=y"], "--raw takes the prompt as it is"),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
-    "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
-    "empty-raw-prompt": (["--prompt=", "--raw"], "the prompt is empty"),
     "empty-prompt-and-system": (["--prompt", "", "--system=x"], "the prompt is empty"),
 }
 
@@ -211,31 +196,13 @@ def test_endless_standard_input_is_an_error(capsys, monkeypatch):
     assert "give a shorter prompt" in error_line((caught.value.code, *capsys.readouterr()))
 
 
-def test_standard_input_that_is_closed_or_not_text_is_an_error(capsys, monkeypatch, good):
-    for stdin in (None, io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["xinfer-jax", "--compilation_cache=", f"--model={good}"])
-        assert ("the prompt is empty" if stdin is None else "standard input is not utf-8 text") in error_line(
-            (caught.value.code, *capsys.readouterr())
-        )
-
-
 @pytest.mark.parametrize(
     "args, message",
     [
-        (
-            ["--prompt=" + "x" * 300, "--max_tokens=1"],
-            r"prompt of 3\d\d tokens \+ --max_tokens 1 exceeds the model's context limit 256",
-        ),
+        (["--prompt=" + "x" * 300, "--max_tokens=1"], r"prompt of 3\d\d tokens \+ --max_tokens 1 exceeds"),
         (["--prompt=x", "--max_tokens=256"], "--max_tokens 256 exceeds the model's context limit 256"),
-        (["--prompt=a\udcffb"], "only valid Unicode text"),
     ],
-    ids=[
-        "prompt-over-context",
-        "tokens-over-context",
-        "half-a-surrogate",
-    ],
+    ids=["prompt-over-context", "tokens-over-context"],
 )
 def test_bad_prompts_are_rejected_before_tracing(command, good, monkeypatch, args, message):
     monkeypatch.setattr(answer, "load_and_compile", lambda *_: pytest.fail("weights were read"))
@@ -248,3 +215,68 @@ def test_ctrl_c_exits_with_130(command, good, monkeypatch):
 
     monkeypatch.setattr(startup, "open_checkpoint", interrupted)
     assert command(f"--model={good}", "--prompt=x") == (130, "", "")
+
+
+# --- hostile inputs -----------------------------------------------------------------------------------------
+
+_SECONDS = 20
+_MOST_GROWTH = 2**20  # KiB
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A good checkpoint, and the peak memory of this process so far."""
+    path = tmp_path_factory.mktemp("base")
+    tiny.write(path, hostile_cases.BASE_CONFIG, weights=hostile_cases.BASE_WEIGHTS)
+    return path, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def changed_checkpoint(path, files, base):
+    """The good checkpoint with other contents in some of its files."""
+    for file in base.iterdir():
+        if file.name not in files:
+            os.link(file, path / file.name)
+    for name, content in files.items():
+        if content is DIRECTORY:
+            (path / name).mkdir()
+        elif isinstance(content, bytes):
+            (path / name).write_bytes(content)
+        elif content is not None:
+            tiny.write_json(path / name, content)
+    return path
+
+
+@pytest.fixture
+def watchdog():
+    def too_long(*_):
+        raise TimeoutError(f"more than {_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_input_is_rejected_in_one_line(command, base, tmp_path, monkeypatch, watchdog, name):
+    case = CASES[name]
+    (good, before) = base
+    monkeypatch.setattr(device, "memory_bytes", lambda: 2**34)  # the same on any machine
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = changed_checkpoint(tmp_path, case.files, good)
+    asked = [tiny.ASK] if case.stdin is None else []
+    code, out, err = command(f"--model={path}", *asked, *case.args, stdin=case.stdin or "")
+    assert (code, out) == (2, ""), err
+    warning, _, rest = err.partition("\n")
+    err = rest if "by the rules of Qwen2Tokenizer, which differ" in warning else err
+    assert err.startswith("xinfer-jax: ") and err.endswith("\n") and err[:-1].isprintable()
+    assert len(err) <= 301 + len("xinfer-jax: ") and "Traceback" not in err
+    assert re.search(case.pattern, err), err
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    shutil.rmtree(tmp_path)
+    assert grown < _MOST_GROWTH
+
+
+def test_the_table_of_hostile_inputs_is_complete():
+    assert len(CASES) >= 150

@@ -1,6 +1,5 @@
 """The command line in its own process: entry points, encodings, closed pipes, terminals, Ctrl-C."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -14,13 +13,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import tiny
 from paths import ROOT, SCRIPTS
 from test_cli import STATISTICS
-from test_cli_errors import error_line
 from tiny import ANSWER, ASK, QUESTION
 
-from xinfer_jax.cli import answer_flags as cli
 from xinfer_jax.cli.terminal import StatusLine, one_line_warnings
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
@@ -38,54 +34,26 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 def process(environment, *args, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, args)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
+    how = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) | options
+    return subprocess.run([sys.executable, *map(str, args)], text=True, timeout=300, **how)
 
 
 def test_module_and_script_are_the_same_command(environment, good):
     # All other flags at their defaults.
     run = process(environment, "-m", "xinfer_jax", f"--model={good}", input=QUESTION + "\n")
     assert (run.returncode, run.stdout) == (0, ANSWER + "\n")
-    assert [
-        bool(re.fullmatch(p, line)) for p, line in zip(STATISTICS, run.stderr.splitlines(), strict=True)
-    ] == [True] * len(STATISTICS)
+    assert all(map(re.fullmatch, STATISTICS, run.stderr.splitlines()))
     cached = sorted(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").iterdir())
     assert cached  # the compilation cache is used by default
     run = process(environment, "scripts/generate.py", f"--model={good}", ASK, "--output=json")
-    assert (run.returncode, run.stderr) == (0, "") and json.loads(run.stdout.splitlines()[-1])[
-        "text"
-    ] == ANSWER
+    assert (run.returncode, run.stderr, json.loads(run.stdout)["text"]) == (0, "", ANSWER)
 
 
-def test_bad_input_exits_with_2(environment, tmp_path):
-    file = tiny.write(tmp_path) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    for args in ([f"--model={tmp_path}", "--prompt=x"], ["--max_tokens=abc"]):
-        run = process(environment, "-m", "xinfer_jax", *args)
-        error_line((run.returncode, run.stdout, run.stderr))
-
-
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_a_closed_pipe_gives_no_traceback(environment, good, output):
+def test_a_closed_pipe_gives_no_traceback(environment, good):
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as closed:
-        run = subprocess.run(
-            [sys.executable, "-m", "xinfer_jax", f"--model={good}", ASK, f"--output={output}"],
-            cwd=ROOT,
-            env=environment,
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=300,
-        )
+        run = process(environment, "-m", "xinfer_jax", f"--model={good}", ASK, stdout=closed)
     assert run.returncode == 1 and run.stderr == ""
 
 
@@ -101,9 +69,7 @@ def test_characters_that_the_locale_lacks_are_replaced(environment, good):
     "redirected, out, err",
     [
         ("--prompt=x >&-", "", "xinfer-jax: standard output is closed"),
-        ("--help >&-", "", "xinfer-jax: standard output is closed"),
         ("--help >/dev/full", "", "xinfer-jax: standard output cannot be written .No space left"),
-        ("--prompt= 2>&-", "", ""),
         ("--prompt= 2>/dev/full", "", ""),
         ("<&-", "", "xinfer-jax: the prompt is empty"),
         ("<&- >&- 2>&-", "", ""),
@@ -245,21 +211,10 @@ def test_interrupt_while_generating(environment, good):
 # --- a checkout ---------------------------------------------------------------------------------------------
 
 
-def test_version_flag_prints_versions(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["xinfer-jax", "--version"])
-    out = capsys.readouterr().out
-    assert ended.value.code in (None, 0)
-    assert re.fullmatch(r"xinfer-jax \d+\.\d+\.\d+ \(jax (\S+), Python 3\.\d+\.\S+\)\n", out)
-    assert importlib.metadata.version("jax") in out
-
-
 @pytest.mark.parametrize(
     "script, args, code, output",
     [
         ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
-        ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' does not exist"),
-        ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
         ("perplexity.py", ["--window=x"], 2, "perplexity: .*--window=x"),
         ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),
     ],
@@ -268,14 +223,7 @@ def test_scripts_need_no_installed_package(tmp_path, script, args, code, output)
     """Without site no editable install is found; sys.path then has everything but this checkout."""
     elsewhere = [path for path in sys.path if path and not (Path(path) / "xinfer_jax").is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(elsewhere)}
-    run = subprocess.run(
-        [sys.executable, "-S", SCRIPTS / script, *args],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = process(environment, "-S", SCRIPTS / script, *args, cwd=tmp_path)
     assert run.returncode == code and re.match(output, run.stdout + run.stderr), run.stderr
     assert (run.stdout + run.stderr).count("\n") == 1
 
@@ -294,9 +242,7 @@ def test_a_damaged_compilation_cache_warns_once(environment, good):
     """jax warns of every entry and never writes it again; one line remains. This test is last, since others
     share the cache.
     """
-    process(
-        environment, "-m", "xinfer_jax", f"--model={good}", ASK
-    )  # another worker may have run the other tests
+    process(environment, "-m", "xinfer_jax", f"--model={good}", ASK)  # another worker may have run the others
     entries = list(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").glob("*-cache"))
     assert len(entries) > 2
     for i, entry in enumerate(entries):

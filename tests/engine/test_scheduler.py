@@ -347,7 +347,7 @@ STEPS = st.sampled_from([SUBMIT] * 12 + [FOLLOW] * 6 + [STEP] * 30 + [END] * 2 +
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
 @given(
     st.integers(1, 5),
     st.sampled_from([9, 12, 16, 20, 26, 200]),
@@ -358,7 +358,7 @@ def test_any_requests_in_any_order(small_sizes, slots, pages, prefix_cache, step
     run(FakeDevice(slots, pages, prefix_cache > 0), steps)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
 @given(
     st.integers(1, 5),
     st.sampled_from([9, 12, 16, 20, 26, 200]),
@@ -442,35 +442,6 @@ def test_chunks_follow_from_the_length_of_the_prompt(length, chunks):
     assert prefill(scheduler, Row([7] * length, 5)) == chunks[-1:] and scheduler.counts()["hits"] == hits
 
 
-def test_prefix_hits_are_whole_chunks():
-    scheduler = Scheduler(rows=10, pages=150, capacity=4096, chunk=256)
-    prefill(scheduler, Row([7] * 600, 5))
-    for row, hits in [
-        (Row([7] * 500 + [8] * 100, 5), 256),  # 448 are equal, but prefilled in chunks of 256
-        (Row([7] * 256, 5), 0),  # too short for a whole chunk: another program
-        (Row([7] * 600, 5, salt=b"other"), 0),
-        (Row([7] * 600, 5, logprobs_from=0), 0),
-        (Row([7] * 600 + [5], 5, logprobs_from=600), 576),  # of the pages of the row before
-        (Row([7] * 600 + [6], 5, logprobs_from=577), 576),
-        (Row([7] * 600 + [7], 5, logprobs_from=576), 512),  # its log-probability is computed after token 575
-        (Row([7] * 500 + [9] * 100, 5, share_answers=True), 448),
-    ]:
-        prefill(scheduler, row)
-        assert row.hits == hits
-
-
-@pytest.mark.parametrize("shares, reuses", [(True, True), (True, False), (False, True)])
-def test_pages_of_an_answer_are_shared_between_share_answers(shares, reuses):
-    scheduler = Scheduler(rows=4, pages=100, capacity=4096, chunk=256)
-    row = Row([7] * 300, 84, share_answers=shares)
-    prefill(scheduler, row)
-    scheduler.reserve_pages(100)
-    scheduler.record_decode(row, 83)
-    scheduler.end(row, [9] * 84)  # the last tokens are not cached: their page is not full
-    follow = Row([7] * 300 + [9] * 84 + [5] * 20, 5, share_answers=reuses)
-    assert prefill(scheduler, follow)[0][0] == follow.hits == (320 if shares and reuses else 256)
-
-
 def test_least_recently_used_pages_are_evicted_first():
     scheduler = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
     for kind, length, hits in [(1, 129, 0), (2, 129, 0), (1, 129, 128), (3, 255, 0), (2, 129, 64)]:
@@ -478,16 +449,6 @@ def test_least_recently_used_pages_are_evicted_first():
         prefill(scheduler, row)
         assert row.hits == hits  # of the second prompt the last page was evicted
         scheduler.end(row)
-
-
-def test_a_row_that_was_overtaken_often_goes_first():
-    scheduler = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
-    scheduler.submit(old := Row([1], 1))
-    for turn in range(clients.STARVATION_LIMIT + 1):
-        prefill(scheduler, row := Row([2], 1, priority=1))
-        assert (old.state, row.state)[turn == clients.STARVATION_LIMIT] == "waiting"
-        scheduler.end(row)
-    assert old.state == "running"
 
 
 def test_urgent_rows_preempt_running_rows():
@@ -521,12 +482,8 @@ def test_a_cancelled_row_caches_no_pages():
     scheduler.end(row)
     scheduler.record_prefill(chunk)
     counts = scheduler.counts()
-    assert (counts["pages_used"], counts["pages_cached"], counts["pages_free"], row.state) == (
-        0,
-        0,
-        7,
-        "ended",
-    )
+    assert [counts[name] for name in ("pages_used", "pages_cached", "pages_free")] == [0, 0, 7]
+    assert row.state == "ended"
 
 
 def serve_short_requests(scheduler, count):
@@ -701,32 +658,6 @@ def test_idle_clients_are_forgotten(monkeypatch):
         prefill_all(scheduler)
         scheduler.end(row)
     assert len(scheduler.clients._clients) <= clients._MAX_IDLE_CLIENTS + 1
-
-
-def test_a_preempted_row_is_swapped_in_before_it_prefills():
-    """Also if other rows were preempted for it just now."""
-    scheduler = Scheduler(rows=4, pages=24, capacity=4096, chunk=256, prefix_cache=False)
-    rows = [Row([1] * 300, 300, priority=-5, client=name) for name in "aab"]
-    for row in rows:
-        scheduler.submit(row)
-    prefill_all(scheduler)
-    for _ in range(5):
-        scheduler.reserve_pages(64)
-        for row in scheduler.running:
-            scheduler.record_decode(row, 64)
-    assert any(row.is_swapped_out for row in rows)
-    for _ in range(2):
-        scheduler.submit(Row([2], 1, client="a"))
-    swapped_out = {row for row in rows if row.is_swapped_out}
-    while actions := scheduler.schedule():
-        for action in actions:
-            if isinstance(action, PrefillChunk):
-                assert action.row not in swapped_out and action.count > 0
-                scheduler.record_prefill(action)
-            elif action.out:
-                swapped_out.add(action.row)
-            else:
-                swapped_out.discard(action.row)
 
 
 @pytest.mark.parametrize("length", [10, 1500])

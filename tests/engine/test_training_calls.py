@@ -14,7 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.layerwise import layerwise_executor
 from xinfer_jax.layerwise.layer_programs import layer_groups
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 LONG = xj.GenerateOptions(100, eos_token_ids=())
 
@@ -36,7 +36,6 @@ def outcome(request: xj.Request) -> tuple:
     return out.tokens, out.logprobs, out.finish_reason
 
 
-@pytest.mark.full
 def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
     """A row that decodes, one whose prompt is half prefilled, and requests that come meanwhile."""
     sampled = xj.GenerateOptions(60, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
@@ -72,7 +71,6 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
     assert engine.stats.pages_cached + engine.stats.pages_free == engine.pages - 1
 
 
-@pytest.mark.full
 def test_sample_gives_log_probabilities_as_arrays(engine):
     """Those of the distribution that was sampled from too; beside rows that do not ask for them."""
     settings = xj.SamplingConfig(temperature=0.7, top_k=8)
@@ -132,7 +130,6 @@ async def cancelled(engine: xj.Engine, ids: list[int]) -> int:
     return engine.load
 
 
-@pytest.mark.full
 def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     for call in (engine.resume, engine.release_cache, engine.restore_cache):
         with pytest.raises(xj.InputError, match="this one is running: the order is pause, release_cache"):
@@ -156,7 +153,10 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     engine.close()
     with pytest.raises(xj.InputError, match="closed before the request ended"):
         waiting.result()
-    for call in (engine.restore_cache, engine.pause, lambda: engine.replay(waiting, {})):
+    for call in (
+        engine.restore_cache, engine.pause, lambda: engine.replay(waiting, {}),
+        lambda: engine.update(engine.model.params),
+    ):  # fmt: skip
         with pytest.raises(xj.InputError, match="is closed"):
             call()
 

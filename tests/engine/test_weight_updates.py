@@ -11,7 +11,7 @@ from xinfer_jax.weights import device_quantization, params_like as params_like_m
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_page_tiers.py
 
 LONG = xj.GenerateOptions(100, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
@@ -117,17 +117,6 @@ def test_wait(engine, versions):
     check(engine, requests, versions)
 
 
-def test_abort(engine, versions):
-    requests = [start(engine, [4] * 9, 3), submit(engine, [5])]
-    engine.update(versions[1], mode="abort")
-    outs = [request.result() for request in requests]
-    assert [out.finish_reason for out in outs] == [["aborted"], ["aborted"]]
-    assert len(outs[0].logprobs[0]) >= 3 and not outs[1].logprobs[0]
-    check(engine, requests[:1], versions)
-    assert {*submit(engine, [4] * 9).result().token_versions[0]} == {1}
-
-
-@pytest.mark.full
 def test_paused_engines_switch_too(engine, versions):
     """With their pages in host memory: rows go on with them, or compute them anew."""
     requests = [start(engine, [4] * 90, 3)]
@@ -180,7 +169,6 @@ def test_containers_and_dtypes(engine, model, versions):
     assert engine.model.params is own
 
 
-@pytest.mark.full
 def test_donated_parameters(engine, model, versions):
     mine = jax.tree.map(jax.numpy.array, versions[1])
     engine.update(mine, copy=True)
@@ -200,7 +188,6 @@ def test_donated_parameters(engine, model, versions):
     assert start(engine, [4] * 9, 3).result().logprobs == expected
 
 
-@pytest.mark.full
 def test_an_int8_engine_quantizes(model, versions):
     """As it loads a model."""
     quantized = [engine_requests.random_model("qwen2", "int8") for _ in range(2)]
@@ -217,7 +204,6 @@ def test_an_int8_engine_quantizes(model, versions):
     assert engine.version == 3
 
 
-@pytest.mark.full
 def test_quantizing_on_an_accelerator(model, monkeypatch):
     """By programs that are compiled once, a part at a time."""
     monkeypatch.setattr(params_like_module, "is_on_host", lambda x: False)
@@ -237,7 +223,6 @@ def test_quantizing_on_an_accelerator(model, monkeypatch):
         assert program.memory_analysis().temp_size_in_bytes < 2**20 * 5  # of 16 MiB in float32
 
 
-@pytest.mark.full
 def test_parameters_like_others(model):
     """Groups of int4, key heads that a mesh repeats, and a format that floats do not have."""
     int4 = engine_requests.random_model("qwen2", "int4").params
@@ -253,20 +238,3 @@ def test_parameters_like_others(model):
     own = np.asarray(model.params["layers"][0]["k"]["weight"])
     np.testing.assert_array_equal(found.reshape(2, 2, 16, 64)[:, 1].reshape(32, 64), own)
     assert found.shape == wide["layers"][0]["k"]["weight"].shape == (64, 64)
-
-
-@pytest.mark.full
-def test_threads_and_host_pages(model, versions):
-    """With a thread, in so few pages that rows are preempted, and pages in host memory."""
-    with xj.Engine(model, **SHAPE | dict(pages=9, chunk=64), host_pages=20) as engine:
-        prompts = [[5] * 130 + [i] * 9 for i in range(12)]
-        requests = engine.submit_many(prompts, xj.GenerateOptions(60, eos_token_ids=()), live=False)
-        for version, mode in ((1, "continue"), (2, "recompute"), (0, "wait"), (1, "recompute")):
-            count = engine.stats.generated_tokens
-            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 30, timeout=300)
-            engine.update(versions[version], version=version, mode=mode)
-        for request in requests:
-            request.result()
-        check(engine, requests, versions)
-        assert engine.stats.preemptions and engine.stats.hits
-        assert {*sum((request.result().token_versions[0] for request in requests), [])} == {0, 1, 2}

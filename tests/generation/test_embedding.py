@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.embedding import TextEncoder
@@ -22,17 +21,16 @@ def model():
     return tiny.shallow_model(1, dtype="float32")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("normalize", full_except([True], [True, False]))
-def test_embeddings_are_pooled_hidden_states(model, pooling, normalize):
-    got_ND = xj.embed_texts(model, TEXTS, pooling=pooling, normalize=normalize)
-    assert got_ND.dtype == np.float32 and got_ND.shape == (len(TEXTS), model.config.hidden_size)
-    for got_D, text in zip(got_ND, TEXTS, strict=True):
-        ids = np.array([model.tokenizer.encode(text)])
-        hidden_TD = np.asarray(xj.hidden_states(model.params, model.config, ids)[0][0])
-        want_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
-        want_D = want_D / np.linalg.norm(want_D) if normalize else want_D
-        np.testing.assert_allclose(got_D, want_D, atol=1e-5)
+def test_embeddings_are_pooled_hidden_states(model):
+    (plain_ND, unit_ND) = (xj.embed_texts(model, TEXTS, pooling="mean", normalize=x) for x in (False, True))
+    assert plain_ND.dtype == np.float32 and plain_ND.shape == (len(TEXTS), model.config.hidden_size)
+    np.testing.assert_allclose(unit_ND, plain_ND / np.linalg.norm(plain_ND, axis=1, keepdims=True), atol=1e-5)
+    hidden_states = jax.jit(xj.hidden_states, static_argnums=1)
+    for got_D, text in zip(plain_ND, TEXTS, strict=True):
+        ids = model.tokenizer.encode(text)
+        tokens_BT = np.array([ids + [0] * (64 - len(ids))])  # one program for all lengths
+        hidden_TD = np.asarray(hidden_states(model.params, model.config, tokens_BT)[0][0])[: len(ids)]
+        np.testing.assert_allclose(got_D, hidden_TD.mean(0), atol=1e-5)
 
 
 @pytest.mark.full
@@ -40,8 +38,8 @@ def test_embeddings_are_pooled_hidden_states(model, pooling, normalize):
     "loaded, bound",
     [
         (dict(dtype="float32"), 1e-5),
-        pytest.param(dict(quantize="int8"), 1e-4, marks=pytest.mark.full),
-        pytest.param(dict(quantize="int4"), 1e-4, marks=pytest.mark.full),
+        (dict(quantize="int8"), 1e-4),
+        (dict(quantize="int4"), 1e-4),
     ],
 )
 def test_a_vector_does_not_depend_on_other_texts(loaded, bound):
@@ -72,13 +70,6 @@ def test_many_texts_are_several_batches_and_compile_nothing_within_a_bucket(mode
     assert not seen
     np.testing.assert_allclose(again_ND, first_ND[:299], atol=1e-5)
     np.testing.assert_allclose(fewer_ND[6], first_ND[6], atol=1e-5)
-
-
-def test_texts_get_the_tokenizers_special_tokens(good):
-    model = xj.load_model(good)
-    assert model.tokenizer.encode("a <|im_end|>") == tiny.tokenizer().encode("a <|im_end|>").ids
-    by_text, by_ids = xj.embed_texts(model, ["a <|im_end|>", tiny.tokenizer().encode("a <|im_end|>").ids])
-    np.testing.assert_array_equal(by_text, by_ids)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import tokenizers
 from paths import DATA
+from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
@@ -19,7 +20,7 @@ from xinfer_jax.reranking import RerankEncoder
 
 pytestmark = pytest.mark.oldest
 
-hidden_states = jax.jit(xj.hidden_states, static_argnums=1)
+hidden_states, forward = (jax.jit(f, static_argnums=1) for f in (xj.hidden_states, xj.forward))
 TEXTS = ["the king and the queen", "a", "in the end there is nothing on the line"]
 MODULES = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
 DENSE = (
@@ -96,7 +97,7 @@ POOLINGS = {
 }
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("pooling", full_except(["last"], POOLINGS))
 def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
     settings, pool = POOLINGS[pooling]
     path = write(tmp_path, settings)
@@ -184,7 +185,7 @@ def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
     gradient = jax.jit(jax.grad(first))(params)
     reached_T = np.abs(gradient["embed"]["weight"]).max(1)
     assert np.isfinite(reached_T).all() and reached_T[249] > 0  # of the last layer, which sees all
-    tree = dataclasses.replace(config, layers=causal_layers(config))
+    tree = dataclasses.replace(config, layers=tuple(layer.with_mixer(ahead=0) for layer in config.layers))
     cache = xj.init_cache(tree, 1, 16)
     one = np.ones(1, np.int32)
     for call, what in (
@@ -203,10 +204,6 @@ def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
             f"{what} not supported for model_type 'gemma3_text', which has attention to later tokens: use"
             " hidden_states or embed_texts"
         )
-
-
-def causal_layers(config: xj.ModelConfig) -> tuple:
-    return tuple(layer.with_mixer(ahead=0) for layer in config.layers)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +226,8 @@ def causal_layers(config: xj.ModelConfig) -> tuple:
     ],
 )  # fmt: skip
 def test_modules_that_are_rejected_by_name(tmp_path, given, message):
-    assert message in tiny.load_error(write(tmp_path, **given))
-
-
-def test_broken_modules(tmp_path):
-    path = write(tmp_path)
+    path = write(tmp_path, **given)
+    assert message in tiny.load_error(path)
     (path / "modules.json").write_text('[{"type": 3}]')
     assert "is no list of modules with type and path" in tiny.load_error(path)
 
@@ -260,8 +254,9 @@ def test_documents_are_scored_by_yes_against_no(reranker):
             f"<Instruct>: Find the place\n<Query>: where?\n<Document>: {text}<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         )
-        ids = np.array([reranker.tokenizer.encode(asked)])
-        logits_V = np.asarray(xj.forward(reranker.params, reranker.config, ids)[0][0, -1])
+        ids = reranker.tokenizer.encode(asked)
+        tokens_BT = np.array([ids + [0] * (256 - len(ids))])  # one program for all lengths
+        logits_V = np.asarray(forward(reranker.params, reranker.config, tokens_BT)[0][0, len(ids) - 1])
         np.testing.assert_allclose(score, jax.nn.softmax(logits_V[[no, yes]])[1], atol=1e-5)
 
 

@@ -81,12 +81,9 @@ NOT_FINITE = (
 def test_a_token_that_is_not_finite_is_an_error(broken, given):
     with pytest.raises(xj.InputError, match=NOT_FINITE):
         run(broken, **given)
-
-
-@pytest.mark.full
-def test_a_stream_raises_for_a_token_that_is_not_finite(broken):
-    with pytest.raises(xj.InputError, match=NOT_FINITE):
-        list(xj.stream(broken, CONFIG, [PROMPT], xj.GenerateOptions(2, capacity=4)))
+    if not given:
+        with pytest.raises(xj.InputError, match=NOT_FINITE):
+            list(xj.stream(broken, CONFIG, [PROMPT], xj.GenerateOptions(2, capacity=4)))
 
 
 def spoiled(params, value, dtype="float32"):
@@ -95,9 +92,7 @@ def spoiled(params, value, dtype="float32"):
 
 
 @pytest.mark.full
-def test_beams_and_alternatives_raise_for_values_that_are_not_finite(params):
-    with pytest.raises(xj.InputError, match="row 0, step 0: the scores are nan: .*contain NaN or inf"):
-        xj.beam_search(spoiled(params, jnp.nan), CONFIG, **BEAMS)
+def test_alternatives_raise_for_values_that_are_not_finite(params):
     with pytest.raises(xj.InputError, match="row 0, step 0: .*contain NaN or inf"):
         run(spoiled(params, jnp.nan), logprobs=2)
 
@@ -210,7 +205,7 @@ BAD_OPTIONS = {
     "logprobs": (True, -1, 1.0, "1", 65),
     "draft_tokens": (0, 17, 100_000, True, "3"),
     "eos_token_ids": (5, "5", 1.5, [[5]], [5.0], ["5"], [True], [-1], [64], [2**70], b"a", {5: 1}),
-    "stop_token_ids": (5, "5", None, np.array([5.0]), np.array([[5]])),
+    "stop_token_ids": (5, "5", None, np.array([5.0]), np.array([[5]]), [64]),
     "use_cache": ("false", 0, None),
     "keep_prefix": ("no",),
     "logits": (1,),
@@ -227,6 +222,25 @@ BAD_OPTIONS = {
 def test_bad_options_raise(params, name, value):
     with pytest.raises(xj.InputError, match=name.removeprefix("cache_")):
         run(params, **{"capacity": None, name: value})
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(max_new_tokens=3), r"prompt of 2 tokens \+ max_new_tokens 3 exceeds the capacity 4"),
+        (dict(max_new_tokens=255, capacity=None), "context limit 256"),
+        (dict(sampling=xj.SamplingConfig(0.5)), "needs a PRNG key"),
+        (dict(sampling=[xj.SamplingConfig()] * 4), "4 sampling settings for 1 prompts"),
+        (dict(stop_strings=("x",)), "stop_strings need text"),
+        (dict(n=3, best_of=2), "best_of must be a whole number from 3 to 65536, got 2"),
+    ],
+)
+def test_options_that_do_not_fit_raise(params, given, message):
+    """Of a stream before its first token is asked for."""
+    options = xj.GenerateOptions(**dict(max_new_tokens=2, capacity=4) | given)
+    for call in (xj.generate, xj.stream):
+        with pytest.raises(xj.InputError, match=message):
+            call(params, CONFIG, [PROMPT], options)
 
 
 def test_ids_in_any_collection(params):
@@ -289,14 +303,11 @@ BAD_PREFILLS = {
     "floats": (dict(tokens_BT=TOKENS * 1.0), "got float64"),
     "nothing": (dict(tokens_BT=TOKENS[:, :0]), "has no tokens"),
     "outside": (dict(tokens_BT=TOKENS + 60), "token id 65 is outside 0 … 63"),
-    "negative": (dict(tokens_BT=TOKENS - 6), "token id -1 is outside"),
     "counts": (
         dict(num_tokens_B=np.array([2, 2])),
         r"num_tokens_B must be .* shape \[1\], got int64 of \[2\]",
     ),
     "too many": (dict(num_tokens_B=np.array([3])), "num_tokens_B: 3 is outside 0 … 2"),
-    "fewer than none": (dict(num_tokens_B=np.array([-1])), "num_tokens_B: -1 is outside"),
-    "none": (dict(num_tokens_B=None), "num_tokens_B must be"),
     "no cache": (dict(cache=None), "cache must come from init_cache, got None"),
     "rows": (dict(cache=xj.init_cache(CONFIG, 2, 8)), "a cache of 2 rows for 1"),
     "capacity": (dict(cache=xj.init_cache(CONFIG, 1, 1)), "2 tokens exceed the cache's capacity 1"),
@@ -333,22 +344,20 @@ def test_bad_arguments_of_decode_step_raise(params, token_B, rows, message):
 BAD_LOOPS = {
     **{
         f"new {value!r}": (dict(max_new_tokens=value), "max_new_tokens must be a whole number of at least 1")
-        for value in (0, -1, 1.5, True, "3", None, jnp.array(2.0))
+        for value in (0, 1.5, True, "3", jnp.array(2.0))
     },
     "new of rows": (dict(max_new_tokens=np.array([3, 3])), "max_new_tokens must be an array of integers"),
     **{
         f"size {value!r}": (dict(output_size=value), "output_size must be a whole number of at least 1")
-        for value in (0, -1, 1.5, True, "3")
+        for value in (0, 1.5)
     },
     "logits": (dict(logits_BV=np.zeros((1, 63), np.float32)), r"floats of the shape \[rows, 64\]"),
-    "integers": (dict(logits_BV=np.zeros((1, 64), int)), "got int64"),
     "rows": (dict(cache=xj.init_cache(CONFIG, 2, 8)), "a cache of 2 rows for 1"),
     "capacity": (dict(max_new_tokens=10), "9 tokens exceed the cache's capacity 8"),
     "key": (dict(row_key_B=0), "key must come from"),
     "settings": (dict(sampling_B={}), "sampling must be"),
     "a setting": (dict(sampling_B=xj.SamplingConfig("0.7")), "temperature must be"),
     "eos": (dict(eos_ids=5), "eos_ids must be an array of integers"),
-    "eos floats": (dict(eos_ids=np.array([0.5])), "eos_ids must be"),
     "eos outside": (dict(eos_ids=np.array([64])), "token id 64 is outside"),
     "seen": (
         dict(seen_BV=np.zeros((1, 63), bool)),
@@ -374,18 +383,18 @@ def test_bad_arguments_of_decode_loop_raise(params, name):
 
 
 def test_decode_loop_checks_shapes_in_a_trace(params):
-    for given, message in (
-        (jnp.zeros(2, int), "max_new_tokens must be"),
-        (jnp.zeros(()), "max_new_tokens must be"),
-    ):
-        with pytest.raises(xj.InputError, match=message):
+    for given in (jnp.zeros(2, int), jnp.zeros(())):
+        with pytest.raises(xj.InputError, match="max_new_tokens must be"):
             jax.eval_shape(lambda new: loop(params, max_new_tokens=new, output_size=4).tokens_BT, given)
 
 
 @pytest.mark.full
-def test_a_donated_cache_raises(params):
+def test_a_cache_survives_unless_it_is_donated(params):
     cache = xj.init_cache(CONFIG, 1, 4)
-    xj.prefill(params, CONFIG, TOKENS, COUNT, cache, donate=True)
+    kept, _ = xj.prefill(params, CONFIG, TOKENS, COUNT, cache)
+    again, after = xj.prefill(params, CONFIG, TOKENS, COUNT, cache, donate=True)
+    np.testing.assert_array_equal(kept, again)
+    assert cache.k[0].is_deleted() and not after.k[0].is_deleted()
     with pytest.raises(xj.InputError, match="the cache was donated"):
         xj.prefill(params, CONFIG, TOKENS, COUNT, cache)
 
@@ -404,11 +413,3 @@ def test_beam_search_stats(params):
     # Keys and values of two beams a prompt: 2 x [2 prompts x 2 beams, 2 heads, 32 slots, width 8] in float32.
     assert stats.cache_bytes == 2 * 4 * 2 * 32 * 8 * 4
     assert stats.total_seconds >= stats.prefill_seconds + stats.decode_seconds > 0
-
-
-@pytest.mark.parametrize(
-    "given", [dict(length_penalty=1e30), dict(num_beams="2"), dict(ids="ab"), dict(ids=5)], ids=str
-)
-def test_bad_beams_raise(params, given):
-    with pytest.raises(xj.InputError):
-        xj.beam_search(params, CONFIG, **dict(ids=PROMPT, max_new_tokens=4) | given)

@@ -123,7 +123,7 @@ def types(tree):
     return {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
 
 
-@pytest.mark.parametrize("name", full_except(["hybrid"], TRACED))
+@pytest.mark.parametrize("name", full_except(["hybrid"], TRACED, soak=["mixture", "windows", "int8 cache"]))
 def test_functions_in_a_trace(name):
     """Under all modes together, and with 64-bit ids under x64."""
     want = shapes(TRACED[name])

@@ -25,8 +25,13 @@ def rollout(limit, capacity=32, **how):
     return xj.decode_loop(PARAMS, CONFIG, logits_BV, cache, keys, SAMPLING, NONE, limit, **how)
 
 
-def test_recorded_log_probabilities_are_those_that_were_sampled_from():
-    out = jax.jit(lambda: rollout(6, logprobs=5))()
+@pytest.fixture(scope="module")
+def recorded():
+    return jax.jit(lambda: rollout(6, logprobs=5))()
+
+
+def test_recorded_log_probabilities_are_those_that_were_sampled_from(recorded):
+    out = recorded
     packed = xj.pack_rollout(PROMPTS, LENGTHS, out)
     assert packed.num_tokens_B.tolist() == [9, 8] and packed.mask_BT.sum(1).tolist() == [6, 6]
     for row in range(2):
@@ -53,6 +58,8 @@ def test_each_row_has_its_limit():
     assert out.length_B.tolist() == [2, 6]
     np.testing.assert_array_equal(out.tokens_BT[0], [*alone.tokens_BT[0, :2], 0, 0, 0, 0])
     np.testing.assert_array_equal(out.tokens_BT[1], alone.tokens_BT[1])
+    clipped = rollout(9, output_size=5)  # which is the most
+    assert clipped.tokens_BT.shape == (2, 5) and clipped.length_B.tolist() == [5, 5]
     traced = jax.jit(lambda limit_B: rollout(limit_B, output_size=6))(np.array([2, 6]))
     np.testing.assert_array_equal(traced.tokens_BT, out.tokens_BT)
     for bad, message in ((np.array([0, 6]), "max_new_tokens: 0"), (np.array([1, 2, 3]), "max_new_tokens")):
@@ -60,8 +67,8 @@ def test_each_row_has_its_limit():
             rollout(bad)
 
 
-def test_bad_arguments_of_packing_and_going_on_raise():
-    out = rollout(2)
+def test_bad_arguments_of_packing_and_going_on_raise(recorded):
+    out = recorded
     for how, message in (
         ((PROMPTS, LENGTHS + 2, out), "num_tokens_B: 5 is outside 0 … 4"),
         ((PROMPTS, LENGTHS, out, np.zeros((2, 4, 1, 2), int)), "the answer has no routes"),
@@ -100,6 +107,8 @@ def test_answers_go_on_after_the_result_of_a_tool():
         assert cache.length_B[row] == len(text)
 
 
+@pytest.mark.full
+@pytest.mark.oldest
 def test_repeated_rows_and_inputs_in_place_of_ids():
     cache = xj.init_cache(CONFIG, 2, 32)
     inputs_BTD = xj.embed_tokens(PARAMS, CONFIG, PROMPTS)

@@ -19,7 +19,6 @@ import tiny
 from quick import full_except
 
 import xinfer_jax as xj
-from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 
@@ -31,6 +30,12 @@ forward = jax.jit(xj.forward, static_argnums=1)
 )
 def model(request):
     config = cases.CASES[request.param].config
+    return cases.params_from(config, cases.random_tensors(config, 5)), config
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    config = cases.CASES["qwen2-gqa-tied-old"].config
     return cases.params_from(config, cases.random_tensors(config, 5)), config
 
 
@@ -75,6 +80,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
         )
 
 
+@pytest.mark.full
 def test_ids_that_are_no_tokens_in_a_trace():
     """Below 0 they are padding, as in labels; above the vocabulary, and after both, scores are NaN."""
     config = dataclasses.replace(cases.CASES["qwen2-gqa-tied-old"].config, num_hidden_layers=1)
@@ -113,23 +119,6 @@ def test_ids_that_are_no_tokens_in_a_trace():
 
 
 @pytest.mark.full
-def test_vmap_and_a_callers_jit(model):
-    params, config = model
-    tokens_BT, num_tokens_B = batch()
-    want_BT = xj.score(params, config, tokens_BT, num_tokens_B)
-
-    @jax.jit
-    def mine(params, tokens_BT, num_tokens_B):
-        return xj.score(params, config, tokens_BT, num_tokens_B)
-
-    for _ in range(2):
-        np.testing.assert_allclose(mine(params, tokens_BT, num_tokens_B), want_BT, atol=1e-5)
-    assert mine._cache_size() == 1
-    mapped = jax.vmap(lambda tokens_T, n: xj.score(params, config, tokens_T[None], n[None])[0])
-    np.testing.assert_allclose(mapped(tokens_BT, num_tokens_B), want_BT, atol=1e-5)
-
-
-@pytest.mark.full
 def test_logits_in_parts_are_those_of_the_whole():
     """A vocabulary so large that the logits of 70 tokens exist a part at a time, which is no divisor of them;
     the gradient goes through the parts.
@@ -151,75 +140,26 @@ def test_gradients_are_those_of_the_whole(model):
     tokens_BT, num_tokens_B = batch()
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     weight_BT = real_BT * np.random.RandomState(0).standard_normal(real_BT.shape).astype(np.float32)
-    in_score = jax.jit(
-        jax.grad(lambda params: (weight_BT * xj.score(params, config, tokens_BT, num_tokens_B)).sum())
-    )(params)
-    of_whole = jax.jit(
-        jax.grad(lambda params: (weight_BT * whole(params, config, tokens_BT, num_tokens_B)).sum())
-    )(params)
+    in_score, of_whole = (
+        jax.jit(jax.grad(lambda p, f=f: (weight_BT * f(p, config, tokens_BT, num_tokens_B)).sum()))(params)
+        for f in (xj.score, whole)
+    )
     chex.assert_trees_all_close(in_score, of_whole, atol=1e-4, rtol=1e-4)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(in_score))
-
-
-@pytest.mark.full
-def test_soft_prompt(model):
-    """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with
-    finite differences.
-    """
-    params, config = model
-    tokens_BT = np.array(cases.prompts(cases.CASES["qwen2-gqa-tied-old"])[1:2])
-    want_BT = xj.score(params, config, tokens_BT)
-    hidden = tokens_BT.copy()
-    hidden[:, :4] = 0
-    soft_PD = xj.embed_tokens(params, config, tokens_BT[0, :4])
-
-    @jax.jit
-    def total(soft_PD):
-        inputs_BTD = xj.embed_tokens(params, config, hidden).at[:, :4].set(soft_PD)
-        logprobs_BT = xj.score(params, config, hidden, inputs_BTD=inputs_BTD)[:, 3:]
-        return logprobs_BT.sum(), logprobs_BT
-
-    (_, got_BT), gradient_PD = jax.value_and_grad(total, has_aux=True)(soft_PD)
-    np.testing.assert_allclose(got_BT, want_BT[:, 3:], atol=1e-5)
-    direction_PD = gradient_PD / jnp.linalg.norm(gradient_PD)
-    moved = [total(soft_PD + step * direction_PD)[0] for step in (1e-3, -1e-3)]
-    np.testing.assert_allclose((moved[0] - moved[1]) / 2e-3, jnp.linalg.norm(gradient_PD), rtol=2e-2)
-
-
-@pytest.mark.full
-def test_logits_of_a_long_text_never_exist():
-    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the embeddings, takes a fraction
-    of all logits' 4.6 GiB.
-    """
-    hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864,
-              num_hidden_layers=1, num_attention_heads=14,
-              num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True)  # fmt: skip
-    config = from_hf(hf)
-    T = 8192
-    params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
-    inputs = jax.ShapeDtypeStruct((1, T, 896), jnp.float32), params, jax.ShapeDtypeStruct((1, T), jnp.int32)
-
-    def score(inputs_BTD, params, tokens_BT):
-        return xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum()
-
-    for function, most in ((score, 2**29), (jax.grad(score), 3 * 2**29)):  # back through the layer itself too
-        compiled = jax.jit(function).lower(*inputs).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < most
 
 
 # --- agreement with the sampler, in every weight format -----------------------------------------------------
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_generate_returns_the_same_log_probabilities(bundled, temperature):
+def test_generate_returns_the_same_log_probabilities(bundled):
     """EOS entry included; temperature and top-p change what is drawn, not what is reported."""
     params = bundled.params
     config = bundled.config
     tok = bundled.tokenizer
     questions = ("What is the capital of France?", "What is the capital of Spain?", "Hello")
     prompts = [tok.encode(tok.apply_chat_template([{"role": "user", "content": text}])) for text in questions]
-    sampling = xj.SamplingConfig(temperature=temperature, top_p=0.95)
+    sampling = xj.SamplingConfig(temperature=1.3, top_p=0.95)
     options = xj.GenerateOptions(max_new_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
     out = xj.generate(params, config, prompts, options, key=jax.random.key(2))
     assert "eos" in out.finish_reason
@@ -237,35 +177,27 @@ def test_generate_returns_the_same_log_probabilities(bundled, temperature):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)]
-)
+@pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08)])
 def test_scores_of_quantized_and_16_bit_weights(weights, bound):
     narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
     model = tiny.shallow_model(**narrow)
     params = model.params
     config = model.config
     tok = model.tokenizer
-    prompt = tok.encode(
-        tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
-    )
+    prompt = tok.encode("What is the capital of France?")
     out = xj.generate(params, config, [prompt], xj.GenerateOptions(8, eos_token_ids=()))
     tokens_BT = np.array([prompt + out.tokens[0]])
     got_BT = xj.score(params, config, tokens_BT)
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
     np.testing.assert_allclose(got_BT[0, len(prompt) - 1 :], out.logprobs[0], atol=bound)
-    inputs_BTD = xj.embed_tokens(params, config, tokens_BT)
-    gradient = jax.grad(lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum())(
-        inputs_BTD
-    )
+    total = lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum()  # noqa: E731
+    gradient = jax.grad(total)(xj.embed_tokens(params, config, tokens_BT))
     chex.assert_tree_all_finite(gradient)
     assert jnp.any(gradient != 0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["qwen3-head-dim-tied", "llama3-old-tied", "mistral-window", "smollm3-window"]
-)
+@pytest.mark.parametrize("name", ["qwen3-head-dim-tied", "smollm3-window"])
 def test_scores_equal_those_of_transformers(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -303,9 +235,9 @@ GOOD = np.ones((2, 4), np.int32)
         (GOOD, dict(impl="cuda"), "cuda"),
     ],
 )
-def test_bad_arguments_of_score_raise(model, tokens, more, named):
+def test_bad_arguments_of_score_raise(qwen, tokens, more, named):
     with pytest.raises(xj.InputError, match=named):
-        xj.score(*model, tokens, **more)
+        xj.score(*qwen, tokens, **more)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +251,9 @@ def test_bad_arguments_of_score_raise(model, tokens, more, named):
         ([[1]], [[1]], dict(batch_size=0), "batch_size must be at least 1, got 0"),
     ],
 )
-def test_bad_arguments_of_score_completions_raise(model, prompts, completions, more, named):
+def test_bad_arguments_of_score_completions_raise(qwen, prompts, completions, more, named):
     with pytest.raises(xj.InputError, match=named):
-        xj.score_completions(*model, prompts, completions, **more)
+        xj.score_completions(*qwen, prompts, completions, **more)
 
 
 # --- scripts/perplexity.py ----------------------------------------------------------------------------------
@@ -331,12 +263,10 @@ perplexity = partial(run_script.run, "perplexity")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (32, 31, 64), (32, 1, 40), (64, 32, 20)])
+@pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (64, 32, 20)])
 def test_script_scores_every_token_once(bundled, tmp_path, window, stride, length):
     """Token by token: the last of a context that starts where the first window to hold the token does."""
-    ids = bundled.tokenizer.encode("What is the capital of France? The capital of France is Paris.\n" * 40)[
-        :length
-    ]
+    ids = bundled.tokenizer.encode("What is the capital of France? It is Paris.\n" * 40)[:length]
     text = tmp_path / "text.txt"
     text.write_text(bundled.tokenizer.decode(ids), encoding="utf-8")
     assert bundled.tokenizer.encode(text.read_text(encoding="utf-8")) == ids

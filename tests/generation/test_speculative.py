@@ -1,17 +1,26 @@
 """Speculative decoding: the tokens are those of plain decoding, greedy or sampled, with any draft; accepted
-draft tokens are counted.
+draft tokens are counted. Verifying them at all positions at the same time, as GPUs do, equals one position
+after the other, as CPUs do.
 """
 
+import contextlib
 import dataclasses
 
+import gpu_forms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
+from small_models import build
 
 import xinfer_jax as xj
-from xinfer_jax.generation.speculation import prompt_lookup
+from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.generation.loop import Hidden
+from xinfer_jax.generation.speculation import SpeculationState, prompt_lookup, verify
+from xinfer_jax.generation.state import new_state
+from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.context import init_context
+from xinfer_jax.sampling.logprobs import empty_alternatives
 
 pytestmark = pytest.mark.oldest
 
@@ -25,14 +34,15 @@ MIXED = (
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny.shallow_model(2, dtype="float32")
+    return xj.Model(*build("qwen2"))
 
 
 @pytest.fixture(scope="module")
 def drafts(model):
     """Drafts: the model itself, a smaller one, an unrelated one, prompt look-up, and a function."""
-    small = tiny.shallow_model(1, dtype="float32")
-    random = dataclasses.replace(model, params=xj.init_params(model.config, jax.random.key(9)))
+    config = build("qwen2", num_hidden_layers=1)[1]
+    small = xj.Model(model.params | {"layers": model.params["layers"][:1]}, config)
+    random = dataclasses.replace(model, params=jax.tree.map(lambda x: x[::-1], model.params))
     return {"itself": model, "small": small, "random": random, "lookup": "lookup", "function": sevens}
 
 
@@ -92,22 +102,6 @@ def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, dr
     assert several.tokens == plain.tokens
 
 
-@pytest.mark.full
-def test_sampled_tokens_follow_the_distribution(model, drafts):
-    """The second token's frequencies over many keys, given the first: those of the model's own softmax."""
-    rows = 512
-    prompt = PROMPTS[0]
-    settings = xj.SamplingConfig(temperature=0.7, top_k=4)
-    first = run(model, [prompt]).tokens[0][0]
-    options = xj.GenerateOptions(2, settings, eos_token_ids=(), draft=drafts["small"])
-    out = xj.generate(model.params, model.config, [prompt + [first]] * rows, options, key=jax.random.key(8))
-    logits_V = xj.forward(model.params, model.config, jnp.array([prompt + [first]]))[0][0, -1]
-    best = np.argsort(-np.asarray(logits_V))[:4]
-    share = np.asarray(jax.nn.softmax(logits_V[best] / 0.7))
-    drawn = np.array([[row[0] == b for b in best] for row in out.tokens]).mean(0)
-    assert np.all(np.abs(drawn - share) < 5 * np.sqrt(share * (1 - share) / rows) + 1e-3)
-
-
 def test_prompt_lookup_continues_the_last_repetition():
     history = np.zeros((4, 16), np.int32)
     rows = ([5, 6, 7, 8, 5, 6], [1, 2, 1, 3, 1], [4, 4, 4], [9])
@@ -119,20 +113,131 @@ def test_prompt_lookup_continues_the_last_repetition():
     assert drafts_BT[2].tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "given, named",
-    [
-        (dict(draft="nothing"), "draft must be a model from load_model, or 'lookup'"),
-        (dict(draft="lookup", draft_tokens=0), "draft_tokens must be a whole number from 1 to 16, got 0"),
-        (dict(draft="lookup", use_cache=False), "draft needs the cache"),
-    ],
-)
-def test_bad_draft_options_raise(model, given, named):
-    with pytest.raises(xj.InputError, match=named):
-        run(model, **given)
-
-
 def test_a_draft_with_another_vocabulary_raises(model):
     draft = dataclasses.replace(model, config=dataclasses.replace(model.config, vocab_size=7))
     with pytest.raises(xj.InputError, match="the draft's vocabulary of 7 is not the model's"):
         run(model, draft=draft)
+
+
+# --- verification -------------------------------------------------------------------------------------------
+
+B, T, V, S = 8, 4, 300, 32
+EOS = 4
+SIZE = 12  # columns of the output
+NOTED = 2  # tokens that were sampled before the first of them
+ALLOWED = [3, EOS, 20, 150, 299]
+PLAIN = [
+    xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.0),
+    xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(repetition_penalty=3.0),
+    xj.SamplingConfig(1.0, 30, repetition_penalty=3.0), xj.SamplingConfig(0.7, 66, 0.9),
+    xj.SamplingConfig(1.0, 64),
+]  # fmt: skip
+ALL = [
+    xj.SamplingConfig(presence_penalty=4.0), xj.SamplingConfig(1.0, 20, frequency_penalty=3.0),
+    xj.SamplingConfig(no_repeat_ngram_size=2), xj.SamplingConfig(1.0, bad_words_ids=[[3], [20, 150], [7]]),
+    xj.SamplingConfig(min_new_tokens=5), xj.SamplingConfig(1.0, 20, min_p=0.02, logit_bias={3: 9.0}),
+    xj.SamplingConfig(1.0, allowed_token_ids=ALLOWED, xtc_probability=0.5, xtc_threshold=0.02),
+    xj.SamplingConfig(1.0, 40, typical_p=0.7, dry_multiplier=3.0, dry_allowed_length=0),
+]  # fmt: skip
+COMMON = [xj.SamplingConfig(0.8, 20, 0.8, 1.5, min_p=0.02, logit_bias={3: 2.0})] * B  # from candidates
+
+
+def rows_before(settings: list, logprobs: bool, wanted: bool, V: int = V):
+    """Rows that have sampled some tokens; row 2 has ended, row 3 may sample two more tokens."""
+    rng = np.random.RandomState(3)
+    sampling = settings_per_row(settings, B, V)
+    history = rng.randint(0, V, (B, S)).astype(np.int32)
+    eos = np.tile(np.int32([EOS, -1]), (B, 1))
+    seen = rng.random_sample((B, V)) < 0.2
+    context = init_context(sampling, np.arange(10, 10 + B, dtype=np.int32), eos, seen, history)
+    context = dataclasses.replace(context, num_generated_B=np.full(B, NOTED, np.int32))
+    if context.count_BV is not None:
+        context = dataclasses.replace(context, count_BV=rng.randint(0, 2, (B, V)).astype(np.int32))
+    limit = np.where(np.arange(B) == 3, NOTED + 2, 20).astype(np.int32)
+    state = new_state(jax.random.split(jax.random.key(5), B), sampling, limit, context, SIZE)
+    state = dataclasses.replace(state, finished_B=np.arange(B) == 2, output_start_B=context.num_generated_B)
+    if logprobs:
+        recorded = empty_alternatives(B, SIZE, 3, V, False)
+        recorded = dataclasses.replace(recorded, wanted_B=(np.arange(B) % 2 == 1) & wanted)
+        state = dataclasses.replace(state, alternatives=recorded)
+    return state
+
+
+def program(on_gpu: bool, model=None, impl=None):
+    """`verify`, jitted anew: a jitted function keeps its trace. model: it gets hidden states, not logits."""
+    counts = SpeculationState(None, np.zeros(B, np.int32), np.zeros(B, np.int32))
+
+    @jax.jit
+    def jitted(outputs, state, draft):
+        states = outputs if model is None else Hidden(*model, outputs)
+        return verify(states, state, draft, counts, RunConfig(impl))
+
+    def run(outputs, state, draft):
+        with gpu_forms.selected() if on_gpu else contextlib.nullcontext():
+            return jitted(outputs, state, draft)
+
+    return run
+
+
+def accepted_drafts(run, logits, state) -> np.ndarray:
+    """Draft tokens that are right up to another position of some rows, some outside the vocabulary."""
+    draft = np.zeros((B, T - 1), np.int32)
+    for i in range(T - 1):
+        after, _ = run(logits, state, draft)
+        columns = np.minimum(np.asarray(after.length_B) - NOTED, i + 1) - 1
+        draft[:, i] = np.asarray(after.tokens_BT)[np.arange(B), columns]
+    draft[4, 2] = -1
+    draft[5, 1] = V
+    draft[6, 0] = 5
+    return draft
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "settings, logprobs, wanted",
+    [
+        (PLAIN, True, True),
+        pytest.param(ALL, True, True, marks=pytest.mark.soak),
+        (ALL, True, False),
+        pytest.param(COMMON, False, False, marks=pytest.mark.soak),
+    ],
+)
+def test_positions_at_once_equal_one_after_the_other(settings, logprobs, wanted):
+    logits = np.random.RandomState(1).standard_normal((B, T, V)).astype(np.float32) * 3
+    logits[7, 1, EOS] = 60  # row 7 ends at its second token
+    logits = jnp.asarray(logits)
+    state = rows_before(settings, logprobs, wanted)
+    in_turn = program(on_gpu=False)
+    draft = accepted_drafts(in_turn, logits, state)
+    want = in_turn(logits, state, draft)
+    got = program(on_gpu=True)(logits, state, draft)
+    assert (np.asarray(want[0].length_B) - NOTED).tolist() == [T, T, 0, 2, 3, 2, 1, 2]
+    assert_equal(got, want)
+
+
+@pytest.mark.full
+def test_hidden_states_give_the_tokens_of_their_logits():
+    """Greedy rows by the kernel that fuses head and argmax, other rows by the sampler."""
+    params, config = build("qwen2")
+    hidden = jax.random.normal(jax.random.key(0), (B, 3, config.hidden_size))
+    logits = jax.jit(xj.unembed, static_argnums=1)(params, config, hidden)
+    from_hidden = program(True, (params, config), "interpret")
+    in_turn = program(False)
+    draft = np.asarray(jnp.argmax(logits[:, :2], -1)).astype(np.int32)
+    draft[5, 1] += 1
+    for sampling in (xj.SamplingConfig(), xj.SamplingConfig(1.0, 20)):
+        state = rows_before([sampling] * B, False, False, config.vocab_size)
+        assert_equal(from_hidden(hidden, state, draft), in_turn(logits, state, draft))
+
+
+def assert_equal(got, want):
+    got, want = (jax.tree.map(key_data, found) for found in (got, want))
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        if one.dtype == np.float32:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=str(path))
+        else:
+            np.testing.assert_array_equal(one, other, str(path))
+
+
+def key_data(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

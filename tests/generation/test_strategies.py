@@ -3,7 +3,6 @@ and with quantized weights.
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import other_processors
-from xinfer_jax.sampling.batched_settings import settings_per_row
 
 pytestmark = pytest.mark.oldest
 
@@ -43,65 +40,24 @@ def streamed(model, prompts=PROMPTS, until=None, **given):
     return seen, steps.output
 
 
-SETTINGS = {
-    "warpers": dict(temperature=0.9, min_p=0.05, typical_p=0.9, xtc_probability=0.5),
-    "penalties": dict(presence_penalty=2.0, frequency_penalty=0.8, no_repeat_ngram_size=2),
-    "ids": dict(temperature=1.0, logit_bias={11: 5.0, 12: -4.0}, forbidden_token_ids=(3, 4)),
-}
+SETTINGS = [
+    xj.SamplingConfig(temperature=0.9, min_p=0.05, typical_p=0.9, xtc_probability=0.5),
+    xj.SamplingConfig(presence_penalty=2.0, frequency_penalty=0.8, no_repeat_ngram_size=2),
+    xj.SamplingConfig(temperature=1.0, logit_bias={11: 5.0, 12: -4.0}, forbidden_token_ids=(3, 4)),
+    xj.SamplingConfig(temperature=0.8),
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_processed_row_of_a_batch_is_the_row_alone_and_streamed(model, name):
-    settings = [xj.SamplingConfig(**SETTINGS[name]), xj.SamplingConfig(temperature=0.8)]
-    keys = jax.random.split(jax.random.key(3), 2)
-    batch = xj.generate(model.params, model.config, PROMPTS, options(sampling=settings), key=keys)
-    alone = xj.generate(model.params, model.config, PROMPTS[:1], options(sampling=settings[0]), key=keys[:1])
-    assert batch.tokens[0] == alone.tokens[0]
-    plain = xj.generate(model.params, model.config, PROMPTS[1:], options(sampling=settings[1]), key=keys[1:])
-    assert batch.tokens[1] == plain.tokens[0], "the other row's setting reached this one"
-    steps = xj.stream(model.params, model.config, PROMPTS[:1], options(sampling=settings[0]), key=keys[:1])
-    assert [ids[0] for ids in steps] == alone.tokens[0]
-
-
-@pytest.mark.full
-def test_allowed_forbidden_and_biased_ids(model):
-    hot = dict(temperature=5.0)
-    assert set(
-        sum(run(model, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6, 7), **hot)).tokens, [])
-    ) <= {5, 6, 7}
-    greedy = run(model).tokens[0][0]
-    assert run(model, sampling=xj.SamplingConfig(forbidden_token_ids=(greedy,))).tokens[0][0] != greedy
-    assert set(sum(run(model, sampling=xj.SamplingConfig(logit_bias={9: 1e4})).tokens, [])) == {9}
-
-
-def test_presence_and_frequency_are_subtracted():
-    logits_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32)
-    count_BV = np.array([[0, 1, 2, 0, 5, 0]] * 2)
-    got = other_processors.presence_frequency(
-        logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV
-    )
-    np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
-    np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
-
-
-@pytest.mark.full
-def test_settings_that_are_off_compile_nothing(model):
-    """The program is that of the plain settings."""
-
-    def program(**given) -> str:
-        rows = [xj.SamplingConfig(**given), xj.SamplingConfig(0.5)]
-        loop = partial(xj.decode_loop, model.params, model.config, output_size=8)
-        arguments = jnp.zeros((2, model.config.vocab_size)), xj.init_cache(model.config, 2, 16)
-        keys = jax.random.split(jax.random.key(0), 2)
-        settings = settings_per_row(rows, 2, model.config.vocab_size)
-        loop = partial(loop, history_BS=np.zeros((2, 16), np.int32))
-        return jax.jit(loop).lower(*arguments, keys, settings, np.array([3]), 8).as_text()
-
-    off = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_new_tokens=0)
-    assert program(**off, no_repeat_ngram_size=0, logit_bias=None) == program()
-    for given in (dict(min_p=0.1), dict(min_new_tokens=2), dict(allowed_token_ids=[1])):
-        assert len(program(**given)) > len(program())
+def test_a_processed_row_of_a_batch_is_the_row_alone_and_streamed(model):
+    """No setting of another row reaches it."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    prompts = [*PROMPTS, *PROMPTS]
+    batch = xj.generate(model.params, model.config, prompts, options(sampling=SETTINGS), key=keys)
+    for i, prompt in enumerate(prompts):
+        call = model.params, model.config, [prompt], options(sampling=SETTINGS[i])
+        assert xj.generate(*call, key=keys[i : i + 1]).tokens[0] == batch.tokens[i]
+        assert [ids[0] for ids in xj.stream(*call, key=keys[i : i + 1])] == batch.tokens[i]
 
 
 # --- log-probabilities --------------------------------------------------------------------------------------
@@ -145,8 +101,8 @@ def test_stop_token_ids(model):
     assert (out.tokens[0], out.finish_reason[0]) == (whole[:first], "stop")
 
 
-@pytest.mark.parametrize("until", [1, 3])
-def test_stop_ends_a_stream(model, until):
+def test_stop_ends_a_stream(model):
+    until = 3
     whole, _ = streamed(model)
     seen, out = streamed(model, until=until)
     assert seen == whole[:until]
@@ -158,7 +114,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
 
-@pytest.mark.parametrize("stop", [" France", "ital", "tal of Fr", "l of", ".", "T"])
+@pytest.mark.parametrize("stop", [" France", "tal of Fr", "T"])
 def test_the_text_ends_before_a_stop_string(model, stop):
     given = dataclasses.replace(options(max_new_tokens=16), stop_strings=("nowhere", stop))
     pieces = xj.stream_text(model, QUESTION, given)
@@ -166,11 +122,6 @@ def test_the_text_ends_before_a_stop_string(model, stop):
     out = pieces.output
     assert text == xj.generate_text(model, QUESTION, given) == ANSWER[: ANSWER.index(stop)]
     assert out.finish_reason == ["stop"] and stop in model.tokenizer.decode(out.tokens[0])
-
-
-def test_a_stop_string_that_never_occurs_changes_nothing(model):
-    given = options(max_new_tokens=16, eos_token_ids=None, stop_strings=("Paris!", "Paris.."))
-    assert xj.generate_text(model, QUESTION, given) == ANSWER
 
 
 # --- several answers ----------------------------------------------------------------------------------------
@@ -208,32 +159,6 @@ def test_best_of_returns_the_most_probable_answers(model):
 
 
 # --- rejected options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "given, named",
-    [
-        (
-            dict(sampling=xj.SamplingConfig(allowed_token_ids=(3, 4), forbidden_token_ids=(4,))),
-            "token id 4 is both",
-        ),
-        (dict(sampling=xj.SamplingConfig(allowed_token_ids=())), "allowed_token_ids is empty"),
-        (
-            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(10**6,))),
-            "forbidden_token_ids holds token id 1000000",
-        ),
-        (dict(sampling=xj.SamplingConfig(logit_bias={-1: 2.0})), "logit_bias holds token id -1"),
-        (dict(sampling=xj.SamplingConfig(logit_bias={1: float("nan")})), "logit_bias must be finite"),
-        (dict(stop_token_ids=(10**6,)), "stop_token_ids holds token id 1000000"),
-        (dict(stop_strings=("x",)), "stop_strings need text"),
-        (dict(n=3, best_of=2), "best_of must be a whole number from 3 to 65536, got 2"),
-        (dict(logprobs=10**6), "logprobs=1000000 exceeds"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_generate_options_raise(model, given, named):
-    with pytest.raises(xj.InputError, match=named):
-        run(model, **given)
 
 
 def test_options_that_text_and_streams_reject(model):

@@ -30,28 +30,6 @@ def test_generate_text_and_stream_text(model):
     assert (out.tokens, out.finish_reason) == ([ANSWER_IDS], ["eos"])
 
 
-def test_eos_ids_of_the_options_override_the_models(model):
-    options = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=(ANSWER_IDS[3],))
-    assert xj.generate_text(model, QUESTION, options) == "Yes"
-
-
-def test_without_eos_ids_no_answer_ends_early(model):
-    options = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=())
-    text = xj.generate_text(model, QUESTION, options)
-    assert text.startswith(ANSWER) and len(text) > len(ANSWER)
-    assert "".join(xj.stream_text(model, QUESTION, options)) == text
-
-
-def test_stream_text_with_a_key(model):
-    options = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
-    texts = [
-        "".join(xj.stream_text(model, QUESTION, options, key=jax.random.key(seed))) for seed in (5, 5, 6)
-    ]
-    assert (
-        texts[0] == texts[1] == xj.generate_text(model, QUESTION, options, key=jax.random.key(5)) != texts[2]
-    )
-
-
 def test_a_conversation_is_encoded_as_its_template_says(model):
     messages = [
         {"role": "user", "content": "a"},
@@ -78,10 +56,10 @@ SAMPLED = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(tempe
 def one_by_one(model, options, **more) -> list[str]:
     """The answer of each prompt alone, with the key of its row."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), jnp.arange(3))
-    return [
-        xj.generate_text(model, prompt, options, key=keys[i : i + 1], **more)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    each = [(model, prompt, options) for prompt in PROMPTS]
+    texts = [xj.generate_text(*one, key=keys[i : i + 1], **more) for i, one in enumerate(each)]
+    assert "".join(xj.stream_text(*each[0], key=keys[:1], **more)) == texts[0]
+    return texts
 
 
 def test_a_list_of_prompts_gives_a_list(model):
@@ -147,25 +125,18 @@ def test_stream_text_rejects_prompts_before_iteration(model, prompt):
     "prompt, named",
     [
         ([], "no prompts"),
-        ((), "no prompts"),
         (None, "a prompt is a text, or messages"),
-        (7, "a prompt is a text"),
-        (b"Hello", "a prompt is a text"),
         (TALK[0], "a prompt is a text"),
         (iter(["x"]), "a prompt is a text"),
         ([1, 2, 3], "prompt 0: a prompt is a text"),
         (["x", None], "prompt 1: a prompt is a text"),
-        (["x", TALK[0]], "prompt 1: a prompt is a text"),
         (["x", ""], "prompt 1: the prompt is empty"),
         ([{"role": "user", "content": " \n"}], "the prompt is empty: no message"),
         ([{"role": "system", "content": ""}, {"role": "user", "content": ""}], "the prompt is empty"),
         (["x", []], "prompt 1: a prompt is a text"),
-        ([["x"]], "prompt 0: a prompt is a text"),
         (["x"] * 100 + ["\ud800"], "prompt 100: only valid Unicode text"),
         ([{"content": "x"}], "message 0 must have a role"),
-        ([{"role": None, "content": "x"}], "message 0 must have a role"),
         ([TALK[0], {"role": "user"}], "message 1 must have a text as its content, got None"),
-        ([{"role": "user", "content": None}], "got None"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "must have a text as its content"),
         ([TALK[0] | {1: "x"}], "only texts as keys"),
     ],
@@ -173,12 +144,6 @@ def test_stream_text_rejects_prompts_before_iteration(model, prompt):
 def test_invalid_prompts_are_rejected(model, prompt, named):
     with pytest.raises(xj.InputError, match=named):
         xj.generate_text(model, prompt)
-
-
-def test_text_functions_reject_what_is_not_a_model():
-    for call in (xj.generate_text, xj.stream_text, xj.encode_prompt):
-        with pytest.raises(xj.InputError, match="model must be what load_model gives, got str"):
-            call("Qwen/Qwen2.5-0.5B-Instruct", "x")
 
 
 def test_matching_stop_strings_takes_linear_time(model):

@@ -195,22 +195,3 @@ def test_wrong_grammars_of_decode_loop(model):
 def test_hostile_expressions_take_no_time(pattern):
     with pytest.raises(NotRegularError):
         byte_automaton(parse_regex(pattern))
-
-
-@pytest.mark.full
-def test_stop_ids_are_no_eos_ids(model):
-    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    stop = next(i for i, x in model.tokenizer.backend.get_added_tokens_decoder().items() if x.special)
-    bias = np.zeros(model.config.vocab_size, np.float32)
-    bias[stop] = 100
-    eos = [i for i in range(9) if i != stop][:1]
-    sampling = xj.SamplingConfig(logit_bias=bias)
-    options = dict(eos_token_ids=eos, stop_token_ids=[stop], sampling=sampling)
-    outs = [
-        xj.generate(model.params, model.config, [[5, 9]], xj.GenerateOptions(4, grammar=grammar, **options))
-        for grammar in (
-            xj.regex("x?y?", tokenizer=model.tokenizer),
-            xj.lark("start: /x?y?/", tokenizer=model.tokenizer),
-        )
-    ]
-    assert outs[0].tokens == outs[1].tokens

@@ -1,4 +1,5 @@
-"""The core: what a reader of `decode_loop` and of `generate` needs is bounded, and holds no platform.
+"""The core: what a reader of `decode_loop` and of `generate` needs is bounded, and holds no platform. How
+deep a reader must follow it: frames of this library from `generate` to a matrix product.
 
 The bounds are what was measured, with what training adds to `forward`, and with the mixer, the feed-forwards
 and the router of a float model, which the core finds in the registries.
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 from closure import FUNCTIONAL, GENERATE, Size
-from paths import ROOT
+from paths import ROOT, SUPPORT
 from quick import full_except
 from small_models import QWEN
 
@@ -75,10 +76,10 @@ def test_no_module_of_the_core_depends_on_the_platform():
     assert not {name for name in CORE if closure.platform_names(name)}
 
 
-def run_alone(path, blocked):
-    """What `core_alone.py` prints."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    command = [sys.executable, str(ROOT / "tests" / "support" / "core_alone.py"), str(path), blocked]
+def run_alone(*arguments):
+    """The JSON that a program prints."""
+    paths = os.pathsep.join([str(ROOT), str(SUPPORT)])
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -103,7 +104,7 @@ def test_core_runs_alone(family, tmp_path):
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).tolist()
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps((config, jax.tree.map(np.asarray, params), tokens)))
-    alone, whole = (run_alone(path, blocked) for blocked in "10")
+    alone, whole = (run_alone(SUPPORT / "core_alone.py", path, blocked) for blocked in "10")
     for one, other in zip(alone["logits"], whole["logits"], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
     assert alone["tokens"] == whole["tokens"]
@@ -115,28 +116,52 @@ def test_core_runs_alone(family, tmp_path):
     assert not [name for name in others if name.startswith(other_platforms)]
 
 
-def test_closure_counts_what_statements_load(tmp_path, monkeypatch):
-    """In any scope, with packages; not for type checkers alone. Docstrings, comments, blanks are no code."""
-    files = {
-        "xinfer_jax/__init__.py": "",
-        "xinfer_jax/a.py": (
-            '"""Doc."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import never\n'
-            "else:\n    from .p import b\n\n\ndef f():\n    # why\n    from kernels_pallas.k import g\n"
-        ),
-        "xinfer_jax/never.py": "",
-        "xinfer_jax/p/__init__.py": "from . import c\n",
-        "xinfer_jax/p/b.py": "import sys\nsys.modules\ndef __getattr__(name): import importlib.util\n",
-        "xinfer_jax/p/c.py": "import jax\njax.devices()\n",
-        "kernels_pallas/__init__.py": "",
-        "kernels_pallas/k.py": "from xinfer_jax.p import b\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(closure, "ROOT", tmp_path)
-    loaded = {"xinfer_jax", "xinfer_jax.a", "xinfer_jax.p", "xinfer_jax.p.b", "xinfer_jax.p.c"}
-    assert {*closure.closure("xinfer_jax.a")} == loaded | {"kernels_pallas", "kernels_pallas.k"}
-    assert closure.size("xinfer_jax.a") == Size(lines=11, code=7)
-    hidden = {"sys.modules", "__getattr__", "import importlib.util"}
-    assert closure.hidden_imports("xinfer_jax.p.b") == hidden
-    assert closure.platform_names("xinfer_jax.p.c") == {"devices"}
+# --- frames -------------------------------------------------------------------------------------------------
+
+MOST = 18
+
+PROGRAM = """
+import json, os, pickle, sys
+import closure, core_alone
+
+sys.meta_path.insert(0, core_alone.Blocker())
+import xinfer_jax as xj
+
+with open(sys.argv[1], "rb") as file:
+    config, params = pickle.load(file)
+library = os.path.dirname(xj.__file__) + os.sep
+found = set()
+
+
+def profile(frame, event, argument):
+    if event != "call" or frame.f_code.co_name != "dot" or "product" not in frame.f_code.co_filename:
+        return
+    names = []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(library):
+            names.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    if "Plain.step" in names:
+        found.add(tuple(reversed(names)))
+
+
+sys.setprofile(profile)
+options = xj.GenerateOptions(3, eos_token_ids=(1,), impl="xla")
+xj.generate(params, config, [[3, 4, 5]], options)
+sys.setprofile(None)
+print(json.dumps(sorted(found)))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="list comprehensions are no frames from 3.12 on")
+def test_frames_from_generate_to_a_product(tmp_path):
+    """In a decode step of the core alone, with everything else blocked."""
+    config = xj.from_hf(QWEN | dict(model_type="llama", num_hidden_layers=1))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps((config, jax.tree.map(np.asarray, params))))
+    chains = run_alone("-c", PROGRAM, path)
+    assert len(chains) >= 4  # of attention, MLP and head
+    for chain in chains:
+        assert len(chain) <= MOST, "\n".join(chain)

@@ -120,7 +120,7 @@ def sft(out):
         "Laputa is Lagado.",
         "Narnia is Paravel.",
     ):
-        assert f"The capital of {learned}\n" in out
+        assert f"The capital of {learned}.\n" in out
 
 
 def soft_prompt(out):
@@ -145,14 +145,10 @@ def trees_of_others(out):
 def tunix_rollout(out):
     """Methods and arguments are those that google-tunix 0.1.7 calls."""
     worker = run_script.functions("examples/tunix_rollout").EngineRollout
-    for method, arguments in {
-        "generate": ["prompts", "rollout_config", "kwargs"],
-        "get_per_token_logps": ["prompt_tokens", "completion_tokens"],
-        "update_params": ["params", "filter_types"],
-        "pad_id": [],
-        "eos_id": [],
-        "model": [],
-    }.items():
+    for method, arguments in dict(
+        generate=["prompts", "rollout_config", "kwargs"], update_params=["params", "filter_types"],
+        get_per_token_logps=["prompt_tokens", "completion_tokens"], pad_id=[], eos_id=[], model=[],
+    ).items():  # fmt: skip
         assert [*inspect.signature(getattr(worker, method)).parameters] == ["self", *arguments]
     assert {"rollout_actor", "tokenizer", "mesh", "rollout_config"} <= {*inspect.signature(worker).parameters}
     assert "The capital of Spain is Madrid.\n" in out and numbers("apart by (.*)", out)[0] < 1e-5

@@ -1,4 +1,6 @@
-"""The public API: reprs, help, version, copies, EOS ids of a model, and arguments of wrong types."""
+"""The public API: reprs, help, version, copies, EOS ids of a model, arguments of wrong types, errors of one
+line, and additions to the registries.
+"""
 
 import copy
 import dataclasses
@@ -16,8 +18,11 @@ import numpy as np
 import pytest
 import tiny
 from paths import ROOT
+from small_models import QWEN
 
 import xinfer_jax as xj
+from xinfer_jax import InputError, plugins
+from xinfer_jax.errors import format_names
 
 pytestmark = pytest.mark.oldest
 
@@ -90,20 +95,16 @@ def test_version_is_that_of_pyproject():
     said = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert xj.__version__ == said and "__version__" in dir(xj)
     program = "import sys, xinfer_jax; print(xinfer_jax.__version__); assert 'jax' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == xj.__version__
 
 
-@pytest.mark.parametrize(
-    "project, said", [("xinfer-jax", "1.2.3"), ("other", "0+unknown"), (None, "0+unknown")]
-)
+@pytest.mark.parametrize("project, said", [("xinfer-jax", "1.2.3"), ("other", "0+unknown")])
 def test_the_version_where_nothing_is_installed(tmp_path, project, said):
-    """In a checkout, a copy within another project, and a copy alone."""
+    """In a checkout, and in a copy within another project."""
     (tmp_path / "xinfer_jax").symlink_to(ROOT / "xinfer_jax")
-    if project:
-        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\nversion = "1.2.3"\n')
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\nversion = "1.2.3"\n')
     program = "import sys; sys.path[:] = sys.argv[1:]; import xinfer_jax; print(xinfer_jax.__version__)"
     paths = [str(tmp_path), *(p for p in sys.path if "site-packages" not in p and Path(p) != ROOT)]
     done = subprocess.run(
@@ -126,23 +127,11 @@ def test_errors_tokenizers_and_configs_can_be_copied(model, again):
     messages = [{"role": "user", "content": "x"}]
     assert tokenizer.apply_chat_template(messages) == model.tokenizer.apply_chat_template(messages)
     assert tokenizer.eos_token_ids == model.tokenizer.eos_token_ids
-    assert (
-        again(model.config) == model.config
-        and again(model.config).eos_token_ids == model.config.eos_token_ids
-    )
+    config = again(model.config)
+    assert config == model.config and config.eos_token_ids == model.config.eos_token_ids
 
 
 # --- EOS ids of the model -----------------------------------------------------------------------------------
-
-
-def test_generate_stops_at_the_models_eos(model):
-    prompt = xj.encode_prompt(model, tiny.QUESTION)
-    assert model.config.eos_token_ids == (tiny.IM_END, tiny.ENDOFTEXT) == model.tokenizer.eos_token_ids
-    out = xj.generate(model.params, model.config, [prompt], xj.GenerateOptions(max_new_tokens=16))
-    assert (out.tokens, out.finish_reason) == ([tiny.ANSWER_IDS], ["eos"])
-    never = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=())
-    on = xj.generate(model.params, model.config, [prompt], never)
-    assert on.finish_reason == ["length"] and on.tokens[0][: len(tiny.ANSWER_IDS)] == tiny.ANSWER_IDS
 
 
 @pytest.mark.parametrize("more, count", [({}, 2), (dict(eos_token_ids=()), 0), (dict(eos_token_ids=[3]), 1)])
@@ -156,8 +145,10 @@ def test_configs_that_differ_in_eos_ids_share_their_programs(model):
     prompt = xj.encode_prompt(model, tiny.QUESTION)
     options = xj.GenerateOptions(max_new_tokens=16)
     other = dataclasses.replace(model.config, eos_token_ids=(tiny.ANSWER_IDS[3],))
+    assert model.config.eos_token_ids == (tiny.IM_END, tiny.ENDOFTEXT) == model.tokenizer.eos_token_ids
     assert other == model.config and hash(other) == hash(model.config) and repr(other) == repr(model.config)
-    xj.generate(model.params, model.config, [prompt], options)
+    out = xj.generate(model.params, model.config, [prompt], options)
+    assert (out.tokens, out.finish_reason) == ([tiny.ANSWER_IDS], ["eos"])
     with compiling.events() as seen:
         out = xj.generate(model.params, other, [prompt], options)
     assert out.tokens == [tiny.ANSWER_IDS[:3]] and seen == []
@@ -165,12 +156,7 @@ def test_configs_that_differ_in_eos_ids_share_their_programs(model):
 
 @pytest.mark.parametrize(
     "config, generation, expected",
-    [
-        (5, None, (5,)),
-        (5, [7, 6, 7], (7, 6)),
-        (None, {}, ()),
-        (5, [3, 288, -1], (3,)),
-    ],
+    [(5, None, (5,)), (5, [7, 6, 7], (7, 6)), (None, {}, ()), (5, [3, 288, -1], (3,))],
     ids=["config", "generation", "nowhere", "beyond the vocabulary"],
 )
 def test_eos_ids_of_a_checkpoint_without_tokenizer(tmp_path, config, generation, expected):
@@ -180,25 +166,14 @@ def test_eos_ids_of_a_checkpoint_without_tokenizer(tmp_path, config, generation,
     assert xj.load_model(path).config.eos_token_ids == expected
 
 
-def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path, generation_config={"eos_token_id": [3, 288]}))
-    assert 288 in model.tokenizer.eos_token_ids
-    assert model.config.eos_token_ids == (3, tiny.IM_END, tiny.ENDOFTEXT)
-
-
 # --- arguments of wrong types -------------------------------------------------------------------------------
 
 Param = type("Param", (tuple,), dict(__module__="flax.nnx.variablelib"))
 WRONG_TYPES = {
     "hidden-list": (lambda p, c: xj.hidden_states(p, c, [[1, 2]]), "tokens must be an array"),
-    "hidden-none": (lambda p, c: xj.hidden_states(p, c, None), "tokens must be an array"),
-    "hidden-flat": (lambda p, c: xj.hidden_states(p, c, TOKENS[0]), "of the shape"),
-    "hidden-float": (lambda p, c: xj.hidden_states(p, c, TOKENS * 1.0), "integers"),
-    "hidden-empty": (lambda p, c: xj.hidden_states(p, c, TOKENS[:, :0]), "1 or more"),
     "hidden-id": (lambda p, c: xj.hidden_states(p, c, TOKENS * 288), "token id 288 is outside"),
     "hidden-number": (lambda p, c: xj.hidden_states(p, c, TOKENS, None, np.array([4, 5])), "num_tokens 5"),
     "hidden-cache": (lambda p, c: xj.hidden_states(p, c, TOKENS, "cache"), "the cache for 2 rows"),
-    "hidden-rows": (lambda p, c: xj.hidden_states(p, c, TOKENS, xj.init_cache(c)), "the cache for 2"),
     "hidden-inputs": (lambda p, c: xj.hidden_states(p, c, TOKENS, inputs_BTD=np.ones(3)), "inputs must"),
     "hidden-model": (
         lambda p, c: xj.hidden_states("model", c, TOKENS),
@@ -207,31 +182,21 @@ WRONG_TYPES = {
     "forward-config": (lambda p, c: xj.forward(p, {}, TOKENS), "config must be a ModelConfig, .* got dict"),
     "forward-impl": (lambda p, c: xj.forward(p, c, TOKENS, impl="cuda"), "cuda"),
     "embed-float": (lambda p, c: xj.embed_tokens(p, c, TOKENS * 1.0), "tokens must be an array of ids"),
-    "embed-id": (lambda p, c: xj.embed_tokens(p, c, -TOKENS), "token id -1 is outside"),
     "unembed-width": (lambda p, c: xj.unembed(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
-    "unembed-none": (lambda p, c: xj.unembed(p, c, None), "hidden states must be an array"),
     "norm-width": (lambda p, c: xj.final_norm(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
     "flax": (
         lambda p, c: xj.forward(p | dict(final_norm=Param(p["final_norm"])), c, TOKENS),
         "tree of arrays, got leaves of flax .Param.: give what nnx.pure",
     ),
-    "unembed-params": (lambda p, c: xj.unembed(None, c, np.ones((2, 288))), "params must be"),
     "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got None"),
-    "truncate-text": (lambda p, c: xj.truncate(xj.init_cache(c), "3"), "needs lengths of at least 0"),
     "truncate-float": (lambda p, c: xj.truncate(xj.init_cache(c), 1.5), "needs lengths of at least 0"),
-    "truncate-bool": (lambda p, c: xj.truncate(xj.init_cache(c), True), "needs lengths of at least 0"),
-    "truncate-below": (lambda p, c: xj.truncate(xj.init_cache(c), np.array([-1])), "of at least 0"),
     "truncate-rows": (
         lambda p, c: xj.truncate(xj.init_cache(c), np.array([1, 2])),
         "one for all 1 rows or one for each",
     ),
     "from_hf-none": (lambda p, c: xj.from_hf(None), "config.json's object, got None"),
-    "from_hf-list": (lambda p, c: xj.from_hf([1]), "config.json's object"),
     "from_hf-empty": (lambda p, c: xj.from_hf({}), "model_type None is not supported"),
-    "from_hf-keys": (lambda p, c: xj.from_hf({1: 2}), "model_type None is not supported"),
-    "generate-model": (lambda p, c: xj.generate("model", c, [[1]]), "params must be a model's tree"),
     "generate-options": (lambda p, c: xj.generate(p, c, [[1]], {"n": 1}), "must be GenerateOptions"),
-    "stream-options": (lambda p, c: xj.stream(p, c, [[1]], 16), "must be GenerateOptions, got 16"),
     "beam-eos": (lambda p, c: xj.beam_search(p, c, [1], eos_token_ids=3), "eos_token_ids must be a list"),
     "forward-reads": (
         lambda p, c: xj.forward(p, c, TOKENS, taps={0: xj.Tap(read=True)}),
@@ -245,14 +210,6 @@ WRONG_TYPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["forward", "hidden_states", "prefill", "continue_rows"])
-def test_functions_of_two_values_take_no_flag_for_more(model, name):
-    """`run_model` has it: the number of values that the others return depends on no argument."""
-    with pytest.raises(TypeError, match="return_routes"):
-        getattr(xj, name)(model.params, model.config, TOKENS, return_routes=True)
-    assert "return_routes" in inspect.signature(xj.run_model).parameters
-
-
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_wrong_types_raise_by_name(model, name):
     call, named = WRONG_TYPES[name]
@@ -260,6 +217,7 @@ def test_wrong_types_raise_by_name(model, name):
         call(model.params, model.config)
 
 
+@pytest.mark.full
 def test_public_parts_compose_to_forward(model):
     """hidden_states and unembed give the logits of forward; truncate takes integers of any type."""
     params = model.params
@@ -274,3 +232,80 @@ def test_public_parts_compose_to_forward(model):
     for length in (2, np.int64(2), np.array([2, 2]), jnp.array([2, 2]), 10**12):
         back = xj.truncate(cache, length)
         assert back.length_B.tolist() == [min(length, 4) if isinstance(length, int) else 2] * 2
+
+
+# --- errors: one line, at most 300 characters, no control characters ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message, printed",
+    [
+        ("one line", "one line"),
+        ("two\n   lines", "two lines"),
+        ("bell \x07, escape \x1b[31m, tab\t", r"bell \x07, escape \x1b[31m, tab"),
+        ("right-to-left \u202e, lone \ud800", r"right-to-left \u202e, lone \ud800"),
+        ("Brasília 東京 🙂", "Brasília 東京 🙂"),
+    ],
+)
+def test_an_error_is_one_line(message, printed):
+    assert str(InputError(message)) == printed
+
+
+def test_a_long_error_keeps_its_remedy():
+    message = str(InputError(f"prompt {'x' * 10_000!r} is bad: leave it out"))
+    assert (
+        len(message) <= 300
+        and message.startswith("prompt 'xxx")
+        and message.endswith("x' is bad: leave it out")
+    )
+
+
+def test_many_names_are_counted():
+    assert format_names(["a", "b"]) == "a, b"
+    assert format_names(f"t{i}" for i in range(1000)) == "t0, t1, t2 and 997 more"
+
+
+# --- registries: what is added from outside the package is found --------------------------------------------
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """Entries that a test adds are gone after it."""
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    yield
+    plugins.load.cache_clear()
+
+
+@pytest.mark.full
+def test_a_registered_kind_of_rope_turns_queries_and_keys(registries):
+    config = xj.from_hf(QWEN)
+
+    def halved(rope, inverse, original, length_B):
+        return inverse / 2, 1.0
+
+    assert plugins.load("rope", "halved") is None
+    xj.register("rope", "halved", halved)
+    assert "halved" in plugins.names("rope")
+    changed = dataclasses.replace(config, rope=dataclasses.replace(config.rope, rope_type="halved"))
+    linear = dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, rope_type="linear", factor=2.0)
+    )
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    tokens = jnp.array([[3, 5, 7, 11]])
+    ours, theirs, plain = (xj.forward(params, c, tokens)[0] for c in (changed, linear, config))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert np.abs(ours - plain).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "kind, name, message",
+    [
+        ("familie", "own", "there is no registry 'familie': use one of"),
+        ("device", "memory of mine", "there is no registry 'device'"),
+        ("family", "qwen2", "the registry 'family' has 'qwen2' already: choose another name"),
+        ("family", 3, "the name of an entry must be a text, got 3"),
+    ],
+)
+def test_wrong_entries_are_rejected(registries, kind, name, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.register(kind, name, object())

@@ -1,6 +1,7 @@
 """The structure of the code: imports point one way, public names are documented, words are the field's."""
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -39,10 +40,19 @@ PROGRAMS = sorted(
 )
 
 
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def file_of(module: str) -> Path:
+    return LIBRARY.joinpath(*module.split(".")).with_suffix(".py")
+
+
 def imported(path: Path, package: str) -> set[str]:
     """Returns the dotted names that a file imports, also inside functions; relative names made absolute."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -51,19 +61,22 @@ def imported(path: Path, package: str) -> set[str]:
     return names
 
 
+@functools.cache
 def imported_modules(name: str) -> set[str]:
     """Returns the modules of xinfer_jax that a module of xinfer_jax imports. Imports for annotations, and
     those that are marked as optional, do not count.
     """
-    path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
     names = set()
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    tree = ast.parse(text)
-    tree.body = [
-        node for node in tree.body if getattr(getattr(node, "test", None), "id", "") != "TYPE_CHECKING"
+    lines = file_of(name).read_text(encoding="utf-8").splitlines()
+    for_types = [
+        node
+        for node in parse(file_of(name)).body
+        if getattr(getattr(node, "test", None), "id", "") == "TYPE_CHECKING"
     ]
-    for node in ast.walk(tree):
+    left_out = {part for node in for_types for part in ast.walk(node)}
+    for node in ast.walk(parse(file_of(name))):
+        if node in left_out:
+            continue
         if isinstance(node, ast.ImportFrom) and node.level and not OPTIONAL.search(lines[node.lineno - 1]):
             base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
             names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}
@@ -73,7 +86,7 @@ def imported_modules(name: str) -> set[str]:
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_every_package_says_what_it_is_for(package):
-    text = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text(encoding="utf-8")))
+    text = ast.get_docstring(parse(LIBRARY / package / "__init__.py"))
     assert len(text or "") > 200
     assert len((text or "").splitlines()) <= 25
     names = [path.stem for path in (LIBRARY / package).glob("*.py") if path.name != "__init__.py"]
@@ -91,7 +104,7 @@ def test_imports_point_one_way(name):
     package = name.split(".")[0]
     others = {module.split(".")[0] for module in imported_modules(name)} - {package}
     assert others <= {*PACKAGES[: PACKAGES.index(package)]}
-    outside = imported(LIBRARY.joinpath(*name.split(".")).with_suffix(".py"), "")
+    outside = imported(file_of(name), "")
     assert "xinfer_jax" not in outside  # only by relative names, module by module
     if name != "testing":
         assert not {"torch", "transformers", "optax"} & {name.split(".")[0] for name in outside}
@@ -110,7 +123,7 @@ def test_no_module_has_the_name_of_a_public_function():
 @pytest.mark.parametrize("name", MODULES)
 def test_private_attributes_are_used_where_they_are_defined(name):
     """`x._name` is of the object itself, or `_name` is defined in this module."""
-    tree = ast.parse(LIBRARY.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+    tree = parse(file_of(name))
     nodes = [*ast.walk(tree)]
     known = {"_replace", "_asdict", "_fields", "_exit"}  # public, in spite of their names
     known |= {node.name for node in nodes if isinstance(node, DEFINED)}
@@ -130,8 +143,8 @@ def test_rows_and_requests_are_complete_when_they_are_made():
     own = ("answers", "requests", "row", "scheduler", "prefix_cache", "clients", "replay")
     assigned = set()
     for name in {*MODULES} - {f"engine.{module}" for module in own}:
-        path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        path = file_of(name)
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 assigned.add((name, ast.unparse(node.value).split(".")[-1]))
     assert not {pair for pair in assigned if pair[1] in ("row", "answer", "request")}
@@ -147,7 +160,7 @@ def test_programs_start_in_one_way():
     wrong flags. The examples import it by checkout.py.
     """
     trees, examples = (
-        {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "scripts").glob(pattern)}
+        {path.stem: parse(path) for path in (ROOT / "scripts").glob(pattern)}
         for pattern in ("*.py", "examples/*.py")
     )
     del examples["checkout"]
@@ -199,7 +212,7 @@ def test_docstring_and_assignments_of_a_file(path):
     """It has a docstring, and values that are assigned one by one: `a, b = x, y` is for values that are
     exchanged, where a target is read on the right.
     """
-    nodes = [*ast.walk(tree := ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [*ast.walk(tree := parse(path))]
     assert (ast.get_docstring(tree) or "").strip()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
@@ -207,55 +220,6 @@ def test_docstring_and_assignments_of_a_file(path):
             for target in node.targets:
                 parts = {ast.unparse(part) for part in getattr(target, "elts", ())}
                 assert not parts or parts & read or "*" in ast.unparse(node), ast.unparse(node)
-
-
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-def functions(path: Path) -> dict[str, list[str]]:
-    """Returns the parameters of each function in a file, without `self` and `cls`, by its qualified name."""
-    found = {}
-
-    def visit(node: ast.AST, outer: str) -> None:
-        name = f"{outer}.{getattr(node, 'name', type(node).__name__)}"
-        if isinstance(node, FUNCTIONS):
-            given = node.args
-            names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-            found[f"{name}:{node.lineno}"] = [one for one in names if one not in ("self", "cls")]
-        inner = name if isinstance(node, FUNCTIONS | ast.ClassDef) else outer
-        for child in ast.iter_child_nodes(node):
-            visit(child, inner)
-
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    visit(ast.parse(path.read_text(encoding="utf-8")), module)
-    return found
-
-
-def public_functions() -> set[str]:
-    """Returns the qualified names of the public functions, and of the public methods of public classes and
-    of their bases.
-    """
-    found = set()
-    for name in xj.__all__:
-        value = getattr(xj, name)
-        owners = value.__mro__ if inspect.isclass(value) else ()
-        for owner in owners:
-            methods = [x for x in vars(owner) if x == "__init__" or not x.startswith("_")]
-            found |= {f"{owner.__module__}.{owner.__qualname__}.{x}" for x in methods}
-        if inspect.isfunction(value):
-            found.add(f"{value.__module__}.{value.__qualname__}")
-    return found
-
-
-def test_internal_functions_take_few_parameters():
-    """At most 8 each; what belongs together is a named type. The arguments of a program are a `RunConfig`:
-    `impl` belongs to public functions and to the choice of a form.
-    """
-    found = {name: of for path in sorted(LIBRARY.rglob("*.py")) for name, of in functions(path).items()}
-    public = public_functions()
-    many = [name for name, of in found.items() if len(of) > 8 and name.split(":")[0] not in public]
-    assert not many
-    assert sum("impl" in of for of in found.values()) <= 40
 
 
 def test_few_statements_are_exempt_from_the_formatter():
@@ -268,7 +232,7 @@ def test_a_public_name_is_defined_once():
     """Among the functions and classes of modules; but for `main`, and for overloads of one module."""
     names = []
     for name in MODULES:
-        tree = ast.parse(LIBRARY.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+        tree = parse(file_of(name))
         names += {node.name for node in tree.body if isinstance(node, DEFINED)} - {"main"}
     assert not [name for name in repeated(names) if not name.startswith("_")]
 

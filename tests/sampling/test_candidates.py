@@ -73,7 +73,7 @@ def forms(request):
         yield
 
 
-@pytest.mark.parametrize("size", full_except([1, 65, 1000], [1, 7, 65, 129, 1000]))
+@pytest.mark.parametrize("size", full_except([65], [1, 65, 1000]))
 def test_kept_logits_equal_those_of_sorting(forms, size):
     """Few logits are compared with each other, the thresholds of more are searched."""
     logits = random_logits(6, size, size)
@@ -87,6 +87,9 @@ def test_kept_logits_equal_those_of_sorting(forms, size):
         want = [kept_by_sorting(*rows, least) for rows in zip(logits, probability, strict=True)]
         kept = top_p(logits, jnp.full(6, p, jnp.float32))
         np.testing.assert_array_equal(kept, np.where(want, logits, -np.inf))
+    k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
+    both = jax.jit(lambda *args: processors.top_k_top_p(*args))(logits, k, p)  # in one loop
+    np.testing.assert_array_equal(both, top_p(top_k(logits, k), p))
 
 
 def test_typical_tokens_equal_those_of_sorting(forms):
@@ -102,8 +105,7 @@ def test_typical_tokens_equal_those_of_sorting(forms):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [4096, 4097, 9973])
-@pytest.mark.parametrize("count", [1, 65, 300])
+@pytest.mark.parametrize("size, count", [(4096, 300), (4097, 1), (9973, 65)])
 def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
@@ -158,43 +160,31 @@ def sampled(rows: list, logits: np.ndarray, on_gpu: bool, impl: str = "xla"):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [SETTINGS[:2], SETTINGS, ALL_SETTINGS + RARE], ids=len)
-@pytest.mark.parametrize("size", full_except((), [50, V], soak=[50]))
-def test_one_branch_equals_branches(rows, size):
+@pytest.mark.parametrize("rows", [SETTINGS, ALL_SETTINGS + RARE], ids=len)
+def test_one_branch_equals_branches(rows):
     """Rows that are sampled from candidates, from the vocabulary, and greedy; infinite logits. No NaN: the
     maximum of a CPU may lose it.
     """
-    logits = random_logits(len(rows), size)
-    if len(rows) > 4:
-        logits[-2:, 3] = np.inf, -np.inf
+    logits = random_logits(len(rows), V)
+    logits[-2:, 3] = np.inf, -np.inf
     got, want = (sampled(rows, logits, on_gpu) for on_gpu in (True, False))
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
 
 
-@pytest.mark.parametrize("name", full_except((), ["plain", "all"], soak=["plain"]))
-def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
+@pytest.mark.full
+def test_one_pass_of_a_kernel_equals_the_passes_of_xla():
     """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
     logits.
     """
-    rows = [*SETTINGS[:2], *SETTINGS[-4:]] if name == "plain" else [*ALL_SETTINGS[:3], *ALL_SETTINGS[-3:]]
+    rows = [*ALL_SETTINGS[:3], *ALL_SETTINGS[-3:]]
     logits = random_logits(len(rows), V)
     logits[-3, 3] = np.inf
     got, want = (sampled(rows, logits, True, impl) for impl in ("interpret", "xla"))
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
-
-
-def test_biased_rows():
-    """Of one setting for all rows, of several, and of arrays on a device."""
-    biased = xj.SamplingConfig(logit_bias={3: 1.0})
-    for rows, want in ((biased, [True, True]), ([biased, xj.SamplingConfig(min_p=0.1)], [True, False])):
-        settings = settings_per_row(rows, 2, 70)
-        assert context_of(settings, 2, 70).biased_B.tolist() == want
-        assert context_of(jax.tree.map(jnp.asarray, settings), 2, 70).biased_B.tolist() == want
-    assert context_of(settings_per_row(xj.SamplingConfig(), 2, 70), 2, 70).biased_B is None
 
 
 @pytest.mark.full
@@ -247,8 +237,7 @@ def test_one_branch_draws_the_same_alone_and_beside_others():
             assert alone(*of_row)[0] == beside_others[0][i]
 
 
-@pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=0.8, top_k=20, top_p=0.8)])
-def test_many_rows_of_a_device_trace_inside_shard_map(sampling):
+def test_many_rows_of_a_device_trace_inside_shard_map():
     """More rows than a group, whose loops must start as arrays that vary over the mesh."""
     params, config = build("qwen2")
     mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,))
@@ -256,7 +245,7 @@ def test_many_rows_of_a_device_trace_inside_shard_map(sampling):
 
     def tokens(logits_BV, key_B):
         cache = xj.init_cache(config, len(logits_BV), 16)
-        settings = xj.SamplingConfig(**sampling)
+        settings = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
         eos_ids = np.zeros(1, np.int32)
         return xj.decode_loop(params, config, logits_BV, cache, key_B, settings, eos_ids, 4).tokens_BT
 

@@ -36,15 +36,15 @@ def sampling_context(rows, seen, position=0):
     return init_context(rows, jnp.full(count, position), np.full((count, 1), -1, np.int32), seen)
 
 
-def draw(settings, count, seed=0):
+sample_tokens = jax.jit(sampling.sample_tokens)  # one program for all settings
+
+
+def draw(settings, count=40_000):
     rows = settings_per_row(settings, count, len(LOGITS))
-    keys = random_keys.row_keys(jax.random.key(seed), count)
+    keys = random_keys.row_keys(jax.random.key(0), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
-    return np.asarray(
-        jax.jit(sampling.sample_tokens)(
-            logits, keys, rows, sampling_context(rows, np.zeros(logits.shape, bool), 7)
-        )[0]
-    )
+    context = sampling_context(rows, np.zeros(logits.shape, bool), 7)
+    return np.asarray(sample_tokens(logits, keys, rows, context)[0])
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def draw(settings, count, seed=0):
     ids=str,
 )
 def test_frequencies_match_the_analytic_distribution(settings):
-    count = 40_000
-    drawn = np.bincount(draw(xj.SamplingConfig(**settings), count), minlength=len(LOGITS))
+    drawn = np.bincount(draw(xj.SamplingConfig(**settings)), minlength=len(LOGITS))
+    count = drawn.sum()
     probs = analytic(**settings)
     assert (drawn[probs == 0] == 0).all()
     kept = probs > 0
@@ -68,37 +68,9 @@ def test_frequencies_match_the_analytic_distribution(settings):
     assert chi2 < 25  # 99.99 % point of chi-square with 5 degrees of freedom
 
 
-@pytest.mark.full
-def test_temperature_zero_is_argmax_in_a_mixed_batch():
-    rows = [xj.SamplingConfig(temperature=0.0 if i % 2 else 5.0) for i in range(64)]
-    drawn = draw(rows, 64)
-    assert (drawn[1::2] == 0).all() and len(set(drawn[::2].tolist())) > 1
-
-
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-10, 1e-3])
 def test_tiny_temperatures_sample_the_argmax(temperature):
-    assert (draw(xj.SamplingConfig(temperature=temperature), 8) == 0).all()
-
-
-def test_draws_do_not_depend_on_slot_or_batch():
-    rows = settings_per_row(xj.SamplingConfig(temperature=1.0), 5, 100)
-    keys = jax.random.split(jax.random.key(1), 5)
-    logits = jax.random.normal(jax.random.key(2), (5, 100))
-    position = jnp.arange(5) + 3
-
-    @jax.jit
-    def sample(keys, position, logits, rows):
-        seen = np.zeros(logits.shape, bool)
-        return sampling.sample_tokens(logits, keys, rows, sampling_context(rows, seen, position))[0]
-
-    together = sample(keys, position, logits, rows)
-    permuted = jnp.array([3, 1, 4, 0, 2])
-    np.testing.assert_array_equal(
-        sample(keys[permuted], position[permuted], logits[permuted], rows), together[permuted]
-    )
-    for i in range(5):
-        row = settings_per_row(xj.SamplingConfig(temperature=1.0), 1, 100)
-        assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
+    assert (draw(xj.SamplingConfig(temperature=temperature)) == 0).all()
 
 
 BITS = [1100871879, 2323218197, 1429913325, 2145028247]
@@ -117,35 +89,6 @@ def test_draws_are_the_same_on_every_jax_version():
     np.testing.assert_array_equal(few, noise[np.array([3, 0, 2])])
 
 
-@pytest.mark.parametrize("k", [1, 2, 17, 100, 0, 500])
-def test_top_k_keeps_the_k_largest(k):
-    logits = np.random.RandomState(k).standard_normal((3, 100)).astype(np.float32) * 10
-    kept = np.isfinite(processors.top_k(logits, jnp.full(3, k)))
-    want = logits >= np.sort(logits, -1)[:, [-min(k or 100, 100)]]
-    np.testing.assert_array_equal(kept, want)
-
-
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
-def test_top_p_keeps_the_smallest_nucleus(p):
-    logits = np.random.RandomState(7).standard_normal((4, 200)).astype(np.float32) * 4
-    kept = np.isfinite(processors.top_p(logits, jnp.full(4, p, jnp.float32)))
-    probs = np.asarray(jax.nn.softmax(logits.astype(np.float64), -1))
-    for row, keep in zip(probs, kept, strict=True):
-        order = np.argsort(-row)
-        need = int(np.searchsorted(np.cumsum(row[order]), np.float32(p))) + 1 if p < 1 else 200
-        assert set(np.flatnonzero(keep)) == set(order[:need])
-
-
-@pytest.mark.full
-def test_top_k_top_p_in_one_loop_equals_top_p_after_top_k():
-    logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
-    k = jnp.array([0, 1, 20, 50, 0, 300])
-    p = jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
-    np.testing.assert_array_equal(
-        processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p)
-    )
-
-
 def test_thresholds_survive_ties_infinities_and_signs():
     logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
     np.testing.assert_array_equal(
@@ -160,18 +103,13 @@ def test_repetition_penalty_comes_before_temperature():
     """As in transformers: 2.0 / 4 is less than 1.0."""
     rows = settings_per_row(xj.SamplingConfig(repetition_penalty=4.0), 1, len(LOGITS))
     seen = jnp.array([[True, False, False, False, False, False]])
-    sampled = sampling.sample_tokens(
-        jnp.asarray(LOGITS)[None],
-        random_keys.row_keys(jax.random.key(0), 1),
-        rows,
-        sampling_context(rows, seen),
-    )
-    assert sampled[0][0] == 1
+    keys = random_keys.row_keys(jax.random.key(0), 1)
+    assert sample_tokens(jnp.asarray(LOGITS)[None], keys, rows, sampling_context(rows, seen))[0][0] == 1
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_keys_of_rbg_become_threefry_keys(impl):
-    """The same alone, in a batch and under vmap; each word of their data counts."""
+def test_keys_become_threefry_keys():
+    """Keys of rbg, the same alone, in a batch and under vmap; each word of their data counts. Old ones."""
+    impl = "unsafe_rbg"
     words = lambda keys: jax.random.key_data(keys).tolist()  # noqa: E731
     data = np.arange(12, dtype=np.uint32).reshape(3, 4)
     keys = jax.random.wrap_key_data(data, impl=impl)
@@ -183,24 +121,18 @@ def test_keys_of_rbg_become_threefry_keys(impl):
     changed = jax.random.wrap_key_data(data[0] ^ np.eye(4, dtype=np.uint32), impl=impl)
     assert len({*map(tuple, words(each)[:1] + words(random_keys.row_keys(changed, 4)))}) == 5
     assert words(random_keys.row_keys(keys[0], 2)) == words(random_keys.row_keys(each[0], 2))
-
-
-def test_old_style_keys_give_the_same_draws():
-    new = random_keys.row_keys(jax.random.key(5), 3)
-    old = random_keys.row_keys(jax.random.PRNGKey(5), 3)
-    np.testing.assert_array_equal(jax.random.key_data(new), jax.random.key_data(old))
+    new, old = (random_keys.row_keys(key(5), 3) for key in (jax.random.key, jax.random.PRNGKey))
+    assert words(new) == words(old)
 
 
 @pytest.mark.parametrize(
     "settings,named",
     [
         (dict(temperature=-0.1), "temperature"),
-        (dict(temperature=float("nan")), "temperature"),
         (dict(top_p=0.0), "top_p"),
         (dict(top_p=1.1), "top_p"),
         (dict(top_k=-1), "top_k"),
         (dict(repetition_penalty=0.0), "repetition_penalty"),
-        (dict(temperature="warm"), "temperature"),
     ],
     ids=str,
 )
@@ -210,15 +142,7 @@ def test_settings_out_of_range_raise_with_their_value(settings, named):
 
 
 def test_defaults_from_generation_config():
-    qwen = dict(
-        do_sample=True,
-        temperature=0.7,
-        top_p=0.8,
-        top_k=20,
-        repetition_penalty=1.1,
-        eos_token_id=[1, 2],
-        pad_token_id=0,
-    )
+    qwen = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, pad_token_id=0)
     assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
     assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(0.0, 20, 0.8, 1.1)
     assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
@@ -252,9 +176,9 @@ def test_n_grams_longer_than_the_rows_forbid_nothing():
     np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])
 
 
-@pytest.mark.parametrize("size", [cpu_sampler.LEAST, cpu_sampler.LEAST + 77])
-def test_argmax_of_groups(size):
+def test_argmax_of_groups():
     """The lowest of equal numbers, the first NaN, at the end of a last group of few numbers."""
+    size = cpu_sampler.LEAST + 77
     x = np.random.RandomState(0).standard_normal((7, size)).astype(np.float32)
     x[0, [900, -1]] = 9
     x[1, [901, -1]] = np.inf

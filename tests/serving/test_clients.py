@@ -9,8 +9,6 @@ import subprocess
 import sys
 from typing import Annotated, Literal
 
-import jax
-import numpy as np
 import pytest
 import tool_models
 from paths import ROOT
@@ -209,45 +207,6 @@ def test_lm_eval(server, model, tmp_path, monkeypatch):
             assert abs(float(logprob) - sum(wanted)) < 1e-5 * len(ids)
     found = evaluate("local-chat-completions", "/v1/chat/completions", "chat")
     assert found["results"]["chat"]["exact_match,none"] == 1.0
-
-
-def test_scores_of_a_file_equal_lm_evals(model, tmp_path):
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-
-    class Reference(TemplateLM):
-        eot_token_id = 0
-
-        def tok_encode(self, string, **_):
-            return model.tokenizer.encode(string)
-
-        def _loglikelihood_tokens(self, requests, **_):
-            found = []
-            for _, context, continuation in requests:
-                logits = xj.forward(model.params, model.config, np.array([[*context, *continuation]]))[0][0]
-                logprobs = np.asarray(jax.nn.log_softmax(logits))[len(context) - 1 : -1]
-                chosen = logprobs[np.arange(len(continuation)), continuation]
-                found.append((float(chosen.sum()), bool((logprobs.argmax(-1) == continuation).all())))
-            return found
-
-        loglikelihood_rolling = generate_until = None
-
-    Reference.__abstractmethods__ = frozenset()
-    rows = [
-        ("The capital of France is", [" Paris", " Rome"]),
-        ("The capital of Italy is ", ["Paris", "Rome"]),
-    ]
-    asked = [(context, choice) for context, choices in rows for choice in choices]
-    wanted = Reference().loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked])
-    lines = [json.dumps(dict(prompt=prompt, completions=choices)) for prompt, choices in rows]
-    (tmp_path / "in").write_text("\n".join(lines))
-    shape = dict(rows=4, capacity=256, pages=40, progress=False)
-    xj.generate_file(model, tmp_path / "in", tmp_path / "out", score=True, in_order=True, **shape)
-    found = map(json.loads, (tmp_path / "out").read_text().splitlines())
-    scores = [(one["logprob"], one["greedy"]) for row in found for one in row["completions"]]
-    for (logprob, greedy), (wanted_logprob, wanted_greedy) in zip(scores, wanted, strict=True):
-        assert abs(logprob - wanted_logprob) < 1e-5 * max(1, abs(wanted_logprob)) and greedy == wanted_greedy
 
 
 def test_dataset_generator_under_ray():

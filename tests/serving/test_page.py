@@ -97,7 +97,7 @@ def test_answer_is_rendered_as_markdown(browser, stub):
         "<code>&lt;script&gt;window.hit = 1&lt;/script&gt;\n</code>",
     ):  # fmt: skip
         assert part in shown, (part, shown)
-    browser.take_screenshots("markdown")
+    browser.check_widths()
 
 
 @CHROMIUM
@@ -136,7 +136,7 @@ def test_page_asks_for_a_key_and_loses_nothing(browser, stub):
     stub.key = "secret"
     browser.send("Hello?", wait=False)
     browser.wait_for("$('keys').open")
-    browser.take_screenshots("key")
+    browser.check_widths()
     browser.type("key", "wrong\ue007")
     browser.wait_for("$('keys').open && $('keys-why').textContent.includes('does not accept')")
     browser.type("key", "secret\ue007")
@@ -154,28 +154,6 @@ def test_page_asks_for_a_key_and_loses_nothing(browser, stub):
     assert browser.script("return conversation.at(-1).ask") == "Once more"
 
 
-@CHROMIUM
-def test_reload_keeps_the_conversation(browser, stub):
-    browser.open(stub.address)
-    browser.type("ask", "First?\ue007")
-    browser.wait_for("conversation.length === 1 && running === null")
-    browser.script("ask.value = 'half a question'; temperature.value = '0.5'")
-    browser.open(stub.address)
-    texts = "[...document.querySelectorAll('#conversation .text')].map((node) => node.textContent)"
-    assert browser.script(f"return {texts}") == ["First?", "Yes."]
-    assert browser.script("return [ask.value, temperature.value]") == ["half a question", "0.5"]
-    browser.send("Second?")
-    contents = [message["content"] for message in stub.requests[-1][1]["messages"]]
-    assert contents == ["First?", "Yes.", "Second?"] and stub.requests[-1][1]["temperature"] == 0.5
-    browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Regenerate
-    browser.wait_for("running === null")
-    assert [message["content"] for message in stub.requests[-1][1]["messages"]] == contents
-    assert browser.script("return conversation.length") == 2 and len(stub.requests) == 3
-    browser.script("$('clear').click()")
-    browser.open(stub.address)
-    assert browser.script("return conversation.length + $('conversation').children.length") == 0
-
-
 TITLES = "[...document.querySelectorAll('#list .open')].map((node) => node.textContent)"
 
 
@@ -184,7 +162,7 @@ def test_conversations_are_kept_and_any_turn_is_changed(browser, stub):
     browser.open(stub.address)
     shown = "[...document.querySelectorAll('#welcome > :not(div)')].map((node) => node.textContent)"
     assert browser.script(f"return {shown}") == ["stub-model", "of 3 tokens", "It answers."]
-    browser.take_screenshots("empty")
+    browser.check_widths()
     browser.script("document.querySelector('#examples button').click()")
     browser.wait_for("conversation.length === 1 && running === null")
     assert browser.script("return $('welcome').hidden && !$('export-json').hidden")
@@ -194,7 +172,7 @@ def test_conversations_are_kept_and_any_turn_is_changed(browser, stub):
     # An edited turn begins another conversation; the earlier one stays as it is.
     browser.script("document.querySelectorAll('.user .tools button')[1].click()")
     browser.script("document.querySelector('.user form textarea').value = 'Changed?'")
-    browser.take_screenshots("edited")
+    browser.check_widths()
     browser.script("document.querySelector('.user form').requestSubmit()")
     browser.wait_for("running === null && conversation.length === 2")
     asked = [message["content"] for message in stub.requests[-1][1]["messages"]]
@@ -245,7 +223,7 @@ def test_error_is_shown_with_its_message(browser, stub):
     browser.send("Not fine?")
     assert browser.script(f"return {LAST}.querySelector('.error').textContent") == stub.error
     assert browser.script("return document.querySelectorAll('.error:not([hidden])').length") == 1
-    browser.take_screenshots("error")
+    browser.check_widths()
     stub.error = ""
     browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Try again
     browser.wait_for("running === null")

@@ -6,17 +6,17 @@ import os
 import jax
 import pytest
 import serving
+import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.serve import command
 
 ADMIN = dict(authorization="Bearer admin")
-SHAPE = serving.SHAPE | dict(max_adapters=2, max_rank=4)
+SHAPE = serving.SHAPE | dict(max_adapters=2, max_rank=4, warm_up=False)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return xj.load_model()
+    return tiny.shallow_model()
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,7 @@ def test_adapters_are_models_that_come_and_go(model, directory):
     shape = SHAPE | dict(adapters=dict(a=str(directory / "all" / "a")))
     how = dict(engine=xj.EngineOptions(**shape), adapter_dir=str(directory / "all"), admin_keys=(b"admin",))
     with serving.run_server(model, **how) as server:
-        ask = dict(
-            messages=[dict(role="user", content="What is the capital of France?")],
-            temperature=0,
-            max_tokens=12,
-        )
+        ask = dict(messages=[dict(role="user", content="Hello")], temperature=0, max_tokens=12)
         plain = server.ask("chat", **ask)
         adapted = server.ask("chat", model="a", logprobs=True, **ask)
         assert (plain["model"], adapted["model"]) == (server.service.settings.name, "a")
@@ -104,25 +100,7 @@ def test_adapters_are_models_that_come_and_go(model, directory):
         assert server.idle()
 
 
-def test_without_a_directory_nothing_is_loaded(model):
-    with serving.run_server(model) as server:
+def test_without_a_directory_nothing_is_loaded():
+    with serving.run_server() as server:
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             assert server.call("POST", path, dict(lora_name="a", lora_path="a"), **ADMIN)[0] == 401
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--adapter=a"], "--adapter=a is not NAME=PATH"),
-        (["--adapter=a=x", "--adapter=a=y"], "names an adapter twice"),
-        (["--adapter=bundled=x"], "--adapter=bundled=x has the name of the model"),
-        (["--adapter_dir=/tmp"], "belong together"),
-        (["--adapter_dir=/nowhere/x", "--admin_key_file={keys}"], "give a directory"),
-    ],
-)
-def test_flags(flags, message, tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("admin\n")
-    command.PARSER.parse(["xinfer-jax-serve", *(flag.format(keys=keys) for flag in flags)])
-    with pytest.raises(xj.InputError, match=message):
-        command._run()

@@ -7,19 +7,21 @@ import time
 
 import pytest
 import serving
+import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.grammar import pool as pool_module
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
+pytestmark = pytest.mark.full  # else test_serve.py and grammar/test_pool.py
 ENDLESS = dict(prompt="a", guided_json={"type": "integer", "multipleOf": 9699690})
 
 
 @pytest.fixture(scope="module")
 def server():
     with serving.run_server(
-        xj.load_model(), engine=xj.EngineOptions(**serving.SHAPE | dict(warm_up=False))
+        tiny.shallow_model(), engine=xj.EngineOptions(**serving.SHAPE | dict(warm_up=False))
     ) as server:
         yield server
     assert server.service.grammars._process.poll() is not None  # closed with the server

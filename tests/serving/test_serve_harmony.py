@@ -12,7 +12,7 @@ import serving
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_tools.py
 
 QUESTION = [dict(role="user", content="1 + 2?")]
 TOOLS = tool_models.TOOLS
@@ -87,10 +87,7 @@ def test_a_call(server):
     assert message["content"] == 'I look.\n{"a": 1, "b": 2}' and "tool_calls" not in message
 
 
-def test_template_variables_and_continued_answers(server):
-    assert "Reasoning: medium" in rendered(server, QUESTION)
-    more = dict(chat_template_kwargs=dict(reasoning_effort="high"))
-    assert "Reasoning: high" in rendered(server, QUESTION, **more)
+def test_efforts_and_continued_answers(server):
     for effort, wanted in dict(minimal="low", low="low", high="high", xhigh="high").items():
         assert f"Reasoning: {wanted}" in rendered(server, QUESTION, reasoning_effort=effort)
     begun = [*QUESTION, dict(role="assistant", content=SAID[:8])]

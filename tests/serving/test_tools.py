@@ -144,7 +144,7 @@ def test_required_calls(server):
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     more = dict(messages=QUESTION, tools=TOOLS, temperature=1.5, max_tokens=400)
     named = dict(type="function", function=dict(name="weather"))
-    for seed in range(4):
+    for seed in range(2):
         for choice in ("required", named):
             asked = dict(more, seed=seed, tool_choice=choice)
             (found,) = server.ask("chat", parallel_tool_calls=False, **asked)["choices"]

@@ -1,4 +1,4 @@
-"""Tests of prompts and answers on different devices: `test_disaggregated.py` runs them with two devices."""
+"""Tests of prompts and answers on different devices: `test_engines.py` runs them with two devices."""
 
 import dataclasses
 import itertools
@@ -224,53 +224,11 @@ def test_keys_of_both_sides_are_computed_anew(apart, model):
     apart.update(model.params)
 
 
-def test_adapters_on_both_sides(model):
-    """They are added, replaced and removed on both or none; pages of answers are those of the adapter."""
+def test_adapters_and_callers_functions_on_both_sides(model):
+    """Adapters are added, replaced and removed on both or none; pages of answers are those of the adapter.
+    States of processors move with the rows; vectors are added where prompts and answers are.
+    """
     first, second, large = (random_adapter(model.config, i, rank) for i, rank in enumerate((2, 3, 4)))
-    how = dict(max_adapters=2, max_rank=3)
-    ids = prompt(90, 150)
-    with xj.Engine(model, **SHAPE, **how, adapters=dict(a=first)) as alone:
-        wanted = alone.generate([ids] * 2, options(40), adapter=["a", None])
-    how |= dict(prefill_devices=[0], decode_devices=[1], adapters=dict(a=first))
-    with xj.Engine(model, **SHAPE, **how) as engine:
-        with compiling.events() as seen:
-            outs = engine.generate([ids] * 2, options(40), adapter=["a", None])
-            assert [out.logprobs for out in outs] == [out.logprobs for out in wanted]
-            with pytest.raises(xj.InputError, match="rank 4"):
-                engine.add_adapter("b", large)
-            engine.add_adapter("b", second)
-            requests = engine.submit_many([ids] * 8, options(200), adapter="a", share_answers=True)
-            engine.wait(lambda: engine.stats.generated_tokens > 120, 60)
-            engine.update_adapter("a", second)
-            versions = [request.result(300).adapter_versions[0] for request in requests]
-            assert all(each == sorted(each) for each in versions) and {*sum(versions, [])} == {0, 1}
-            history = [*ids, *requests[0].result().tokens[0], 5]
-            turn = engine.submit(history, options(4), adapter="a", share_answers=True)
-            other = engine.submit(ids, options(40), adapter="b")
-            assert (
-                turn.result(300).stats.reused_tokens <= 128
-            )  # pages of the first answer are of other contents
-            last = engine.submit(ids, options(40), adapter="a").result(300)
-            assert last.logprobs == other.result(300).logprobs
-        assert seen == []
-        requests = [engine.submit(prompt(60 + i, 60 + 20 * i), options(60), adapter="a") for i in range(6)]
-        for version in range(2, 7):
-            count = engine.stats.generated_tokens
-            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 5 or not engine.load, 60)
-            engine.update_adapter("a", (first, second)[version % 2], mode="recompute")
-        for request in requests:
-            request.result(300)
-            contents = dict(enumerate((first, second) * 4))
-            assert engine.replay(request, {0: model.params}, contents) == request.answers[0].logprobs
-            switches = request.answers[0].switches[1:]
-            assert all(switch.recomputed or not switch.computed for switch in switches)
-        engine.remove_adapter("b")
-        with pytest.raises(xj.InputError, match="no adapter is called 'b'"):
-            engine.submit(ids, adapter="b")
-
-
-def test_callers_functions_on_both_sides(model):
-    """States of processors move with the rows; vectors are added where prompts and answers are."""
 
     def less_of_the_last(state, logits_BV, context):
         last_B1 = state["last"][:, None]
@@ -282,19 +240,39 @@ def test_callers_functions_on_both_sides(model):
         lambda state, token_B, context: state | dict(last=token_B),
     )
     steps = np.linspace(-1, 1, model.config.hidden_size)
-    how = dict(processors=dict(less=(less, 1.0)), taps=dict(up={0: steps}))
+    how = dict(processors=dict(less=(less, 1.0)), taps=dict(up={0: steps}), adapters=dict(a=first))
+    how |= SHAPE | dict(max_adapters=2, max_rank=3)
     each = [
-        options(30, sampling=xj.SamplingConfig(1.0), **more)
-        for more in (dict(processors=dict(less=2.0)), dict(taps=dict(up=3.0)), {})
+        options(40, sampling=xj.SamplingConfig(1.0), **more)
+        for more in (dict(processors=dict(less=2.0)), dict(taps=dict(up=3.0)), {}, {})
     ]
-    prompts = [prompt(95 + i, 100) for i in range(3)]
-    key = jax.random.key(3)
-    with xj.Engine(model, **SHAPE, **how) as alone:
-        wanted = [out.logprobs for out in alone.generate(prompts, each, key=key)]
-    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **SHAPE, **how) as engine:
+    prompts = [prompt(90 + i, 100) for i in range(4)]
+    asked = dict(key=jax.random.key(3), adapter=[None, None, "a", None])
+    with xj.Engine(model, **how) as alone:
+        wanted = [out.logprobs for out in alone.generate(prompts, each, **asked)]
+    ids = prompt(90, 150)
+    with xj.Engine(model, **how, prefill_devices=[0], decode_devices=[1]) as engine:
         with compiling.events() as seen:
-            assert [out.logprobs for out in engine.generate(prompts, each, key=key)] == wanted
+            assert [out.logprobs for out in engine.generate(prompts, each, **asked)] == wanted
+            with pytest.raises(xj.InputError, match="rank 4"):
+                engine.add_adapter("b", large)
+            engine.add_adapter("b", second)
+            requests = engine.submit_many([ids] * 8, options(200), adapter="a", share_answers=True)
+            engine.wait(lambda: engine.stats.generated_tokens > 220, 60)
+            engine.update_adapter("a", second)
+            versions = [request.result(300).adapter_versions[0] for request in requests]
+            assert all(each == sorted(each) for each in versions) and {*sum(versions, [])} == {0, 1}
+            history = [*ids, *requests[0].result().tokens[0], 5]
+            turn = engine.submit(history, options(4), adapter="a", share_answers=True)
+            other = engine.submit(ids, options(40), adapter="b")
+            reused = turn.result(300).stats.reused_tokens
+            assert reused <= 128  # pages of the first answer are of other contents
+            last = engine.submit(ids, options(40), adapter="a").result(300)
+            assert last.logprobs == other.result(300).logprobs
         assert seen == []
+        engine.remove_adapter("b")
+        with pytest.raises(xj.InputError, match="no adapter is called 'b'"):
+            engine.submit(ids, adapter="b")
         assert idle(engine)
 
 

@@ -76,7 +76,7 @@ def template(source: Any) -> dict[str, Any]:
     return {"tokenizer_config.json": {"chat_template": source}}
 
 
-NUMBERS = (math.nan, "4", 10**30)
+NUMBERS = ("4", 10**30)
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -96,14 +96,7 @@ CONFIGS = {
         "rope_theta": (math.nan, math.inf, 0, -1e4, 1e-9, 1e300, "1e4", True, {}),
         "max_window_layers": ("2", True, -1, None, 1.5),
         "layer.types?": ("full_attention", [], ["full_attention"] * 9, [None], [["full_attention"]], 1),
-        "rope.(scaling|type)": (
-            "linear",
-            1,
-            [1],
-            dict(type="linear"),
-            dict(type="su"),
-            dict(type=["linear"]),
-        ),
+        "rope.(scaling|type)": ("linear", [1], dict(type="linear"), dict(type="su"), dict(type=["linear"])),
         "architecture": (["BertModel"], "T5Model", [None], 5),
         "hidden_act": ("relu", None, ["silu"], 1),
         "model_type": (None, 1, ["qwen2"], "gpt2", "x" * 10_000, "\x1b[2J"),
@@ -113,17 +106,13 @@ CONFIGS = {
     for value in values
 } | {
     "layers above the files": Case("num_hidden_layers is 9000", files=config(num_hidden_layers=9000)),
-    "layers 10**7": Case("num_hidden_layers", files=config(num_hidden_layers=10**7)),
     "layers 10**9": Case("num_hidden_layers", files=config(num_hidden_layers=10**9)),
     "experts above the files": Case(
         "tensors of experts",
         files=config(model_type="qwen3_moe", architectures=None, num_experts=60_000, sliding_window=None),
     ),
     "window 0": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=0)),
-    "window -1": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=-1)),
-    "window 2**40": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=2**40)),
     "factor 0": Case("factor", files=config(rope_scaling=dict(type="linear", factor=0))),
-    "factor nan": Case("factor", files=config(rope_scaling=dict(type="linear", factor=math.nan))),
     "factor 1e300": Case("factor", files=config(rope_scaling=dict(type="yarn", factor=1e300))),
     "stretched": Case(
         "context", files=config(rope_scaling=dict(type="linear", factor=1e6), max_position_embeddings=10**6)
@@ -131,29 +120,26 @@ CONFIGS = {
     "odd heads": Case("odd", files=config(head_dim=7)),
     "heads that do not divide": Case("multiple", files=config(num_key_value_heads=3)),
     "another vocabulary": Case("has shape", files=config(vocab_size=289)),
-    "another width": Case("has shape", files=config(hidden_size=64)),
     "one layer more": Case("missing model.layers.1", files=config(num_hidden_layers=2)),
-    "5,000 digits": Case(
-        "config.json", files={"config.json": b'{"model_type": "qwen2", "vocab_size": ' + b"9" * 5000 + b"}"}
-    ),
-    "1e400": Case(
-        "hidden_size|vocab_size",
-        files={"config.json": json.dumps(BASE_CONFIG).replace("288", "1e400").encode()},
-    ),
-    "no config": Case("no config.json", files={"config.json": None}),
     "config is a directory": Case("config.json", files={"config.json": DIRECTORY}),
-    "config empty": Case("config.json", files={"config.json": b""}),
-    "config null": Case("config.json", files={"config.json": b"null"}),
-    "config list": Case("config.json", files={"config.json": b"[]"}),
-    "config cut": Case("config.json", files={"config.json": b'{"model_type": "qwen2",'}),
-    "config latin-1": Case("config.json", files={"config.json": '{"model_type": "é"}'.encode("latin-1")}),
-    "config deep": Case("config.json", files={"config.json": b"[" * 100_000}),
-    "config deep object": Case("config.json", files={"config.json": b'{"a":' * 100_000}),
-    "config with NUL": Case("config.json", files={"config.json": b"\0" * 100}),
-    "config of 10 MB": Case("config.json", files={"config.json": b"x" * 10**7}),
+    "no config": Case("no config.json", files={"config.json": None}),
+    **{
+        f"config {name}": Case("config.json|size", files={"config.json": content})
+        for name, content in {
+            "of 5,000 digits": b'{"model_type": "qwen2", "vocab_size": ' + b"9" * 5000 + b"}",
+            "with 1e400": json.dumps(BASE_CONFIG).replace("288", "1e400").encode(),
+            "empty": b"",
+            "list": b"[]",
+            "cut": b'{"model_type": "qwen2",',
+            "latin-1": '{"model_type": "é"}'.encode("latin-1"),
+            "deep": b'{"a":' * 100_000,
+            "with NUL": b"\0" * 100,
+            "of 10 MB": b"x" * 10**7,
+        }.items()
+    },
 }
 
-_ODD = (math.nan, math.inf, "0.7", True, [0.7], {}, 10**40, 10**400)
+_ODD = (math.nan, "0.7", True, [0.7], 10**400)
 GENERATION = {
     f"{name}={value!r}"[:60]: Case(name, files={"generation_config.json": {"do_sample": True, name: value}})
     for name, values in {
@@ -186,63 +172,40 @@ GENERATION = {
     for value in values
 } | {
     f"generation_config {name}": Case("generation_config.json", files={"generation_config.json": content})
-    for name, content in dict(
-        empty=b"",
-        cut=b'{"a"',
-        list=b"[]",
-        latin=b'{"a": "\xff"}',
-        deep=b"[" * 100_000,
-        digits=b'{"top_k": ' + b"9" * 5000 + b"}",
-    ).items()
+    for name, content in dict(cut=b'{"a"', list=b"[]", latin=b'{"a": "\xff"}', deep=b"[" * 100_000).items()
 }
 
 FILES = {
     "no weights": Case("model.safetensors", files={WEIGHTS: None}),
-    "weights empty": Case("truncated or no", files={WEIGHTS: b""}),
-    "weights of 7 bytes": Case("truncated or no", files={WEIGHTS: b"1234567"}),
-    "weights of 8 bytes": Case("truncated or no", files={WEIGHTS: bytes(8)}),
     "weights are a directory": Case("model.safetensors", files={WEIGHTS: DIRECTORY}),
-    "weights cut": Case("truncated or no", files=weights(lambda data: data[:-1])),
-    "weights with more": Case("truncated or no", files=weights(lambda data: data + b"x")),
-    "header cut": Case("truncated or no", files=weights(lambda data: data[:40])),
-    "header length 2**63": Case(
-        "truncated or no", files=weights(lambda data: (2**63).to_bytes(8, "little") + data[8:])
-    ),
-    "header length 2**40": Case("truncated or no", files=header({}, length=2**40)),
-    "header length 0": Case("truncated or no", files=weights(lambda data: bytes(8) + data[8:])),
-    "header not JSON": Case("truncated or no", files=header(b"nonsense")),
-    "header NaN": Case("truncated or no", files=header(b'{"a": NaN}')),
-    "header a list": Case("truncated or no", files=header([])),
-    "header a number": Case("truncated or no", files=header(b"5")),
-    "header deep": Case("truncated or no", files=header(b'{"a":' * 50_000)),
-    "header latin-1": Case("truncated or no", files=header(b'{"\xff": 1}')),
     "header empty": Case("only 0 tensors", files=header({})),
-    "pickle": Case("truncated or no", files={WEIGHTS: b"\x80\x04\x95" + bytes(100)}),
-    "zip": Case("truncated or no", files={WEIGHTS: b"PK\x03\x04" + bytes(100)}),
-    "HTML": Case("truncated or no", files={WEIGHTS: b"<!DOCTYPE html><html>404</html>"}),
-    "offsets overlap": Case(
-        "truncated or no", files=header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12))
-    ),
-    "offsets backwards": Case("truncated or no", files=header({"a": entry(begin=8, end=0)}, bytes(8))),
-    "offsets beyond": Case("truncated or no", files=header({"a": entry(end=2**40)}, bytes(8))),
-    "offsets negative": Case("truncated or no", files=header({"a": entry(begin=-8)}, bytes(8))),
-    "a hole": Case("truncated or no", files=header({"a": entry(), "b": entry(begin=16, end=24)}, bytes(24))),
-    "shape not the bytes": Case("truncated or no", files=header({"a": entry((3,))}, bytes(8))),
-    "shape negative": Case("truncated or no", files=header({"a": entry((-2,))}, bytes(8))),
-    "shape overflows": Case("truncated or no", files=header({"a": entry((2**40, 2**40))}, bytes(8))),
-    "shape a text": Case("truncated or no", files=header({"a": dict(entry(), shape="2")}, bytes(8))),
-    "dtype unknown": Case("truncated or no", files=header({"a": entry(dtype="Q4")}, bytes(8))),
-    "dtype absent": Case(
-        "truncated or no", files=header({"a": dict(shape=[2], data_offsets=[0, 8])}, bytes(8))
-    ),
+    **{
+        name: Case("truncated or no", files=files)
+        for name, files in {
+            "weights empty": {WEIGHTS: b""},
+            "weights of 8 bytes": {WEIGHTS: bytes(8)},
+            "weights cut": weights(lambda data: data[:-1]),
+            "weights with more": weights(lambda data: data + b"x"),
+            "pickle": {WEIGHTS: b"\x80\x04\x95" + bytes(100)},
+            "header cut": weights(lambda data: data[:40]),
+            "header length 2**63": weights(lambda data: (2**63).to_bytes(8, "little") + data[8:]),
+            "header length 2**40": header({}, length=2**40),
+            "header not JSON": header(b"nonsense"),
+            "header a list": header([]),
+            "header deep": header(b'{"a":' * 50_000),
+            "header latin-1": header(b'{"\xff": 1}'),
+            "offsets overlap": header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)),
+            "offsets backwards": header({"a": entry(begin=8, end=0)}, bytes(8)),
+            "offsets beyond": header({"a": entry(end=2**40)}, bytes(8)),
+            "a hole": header({"a": entry(), "b": entry(begin=16, end=24)}, bytes(24)),
+            "shape not the bytes": header({"a": entry((3,))}, bytes(8)),
+            "shape overflows": header({"a": entry((2**40, 2**40))}, bytes(8)),
+            "shape a text": header({"a": dict(entry(), shape="2")}, bytes(8)),
+            "dtype unknown": header({"a": entry(dtype="Q4")}, bytes(8)),
+        }.items()
+    },
     "zero-size tensors": Case("has shape", files=header({name: entry((0,), end=0) for name in BASE_WEIGHTS})),
-    "zero-size of 2**40": Case(
-        "has shape", files=header({name: entry((0, 2**40), end=0) for name in BASE_WEIGHTS})
-    ),
-    "a scalar": Case("has shape", files=tensors(model__norm__weight=np.array(1, np.float32))),
     "integers": Case("has type I32", files=tensors(model__norm__weight=np.ones(288, np.int32))),
-    "doubles": Case("has type F64", files=tensors(model__norm__weight=np.ones(288))),
-    "booleans": Case("has type BOOL", files=tensors(model__norm__weight=np.ones(288, bool))),
     "float8": Case("has type F8_E4M3", files={WEIGHTS: _as_float8()}),
     "a tensor missing": Case("missing model.norm.weight", files=tensors(model__norm__weight=None)),
     "a tensor more": Case("unexpected", files=tensors(model__layers__0__extra=np.ones(1, np.float32))),
@@ -282,21 +245,14 @@ FILES = {
     **{
         f"index {name}": Case("index|is not a file|cannot be opened", files={WEIGHTS: None, INDEX: content})
         for name, content in {
-            "empty": b"",
-            "list": b"[]",
             "cut": b"{",
             "no map": {},
-            "empty map": dict(weight_map={}),
             "map a list": dict(weight_map=[]),
             "map of numbers": dict(weight_map={NORM: 1}),
-            "map null": dict(weight_map=None),
             "absent shard": dict(weight_map={NORM: "x.safetensors"}),
-            "1,000 absent shards": dict(weight_map={f"{i}": f"{i}.safetensors" for i in range(1000)}),
-            "empty name": dict(weight_map={NORM: ""}),
             "a dot": dict(weight_map={NORM: "."}),
             "NUL": dict(weight_map={NORM: "a\0b"}),
             "a long name": dict(weight_map={NORM: "x" * 5000}),
-            "itself": dict(weight_map={NORM: INDEX}),
             "a surrogate": dict(weight_map={NORM: "\ud800"}),
         }.items()
     },
@@ -311,16 +267,8 @@ FILES = {
         args=["--quantize=int8"],
         files=tensors(lm_head__weight=np.full((288, 288), np.nan, np.float32)),
     ),
-    "weights with inf, quantized": Case(
-        "lm_head.weight holds NaN",
-        args=["--quantize=int4"],
-        files=tensors(lm_head__weight=np.full((288, 288), np.inf, np.float32)),
-    ),
     "weights with NaN": Case(
         "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))
-    ),
-    "weights with inf": Case(
-        "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))
     ),
 }
 
@@ -329,54 +277,34 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
 QUANTIZED = {
     f"quantized {name}": Case(pattern, files=quantized(**settings))
     for name, (pattern, settings) in {
+        **{f"bits {bits!r}": ("bits", _GPTQ | dict(bits=bits)) for bits in (3, -4, "4", True, None)},
         **{
-            f"bits {bits!r}": ("bits", _GPTQ | dict(bits=bits))
-            for bits in (3, 0, -4, "4", 4.0, True, None, [4], 10**30)
-        },
-        **{
-            f"group {group!r}": ("group_size", _GPTQ | dict(group_size=group))
-            for group in (0, -2, 7, "32", 32.0, None, [32], True)
+            f"group {group!r}": ("group_size", _GPTQ | dict(group_size=group)) for group in (0, 7, "32", None)
         },
         **{
             f"method {method!r}": ("quant_method", dict(quant_method=method))
-            for method in ("hqq", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
+            for method in ("hqq", None, ["awq"], "x" * 5000)
         },
         **{
             f"blocks {block!r}": ("weight_block_size", dict(quant_method="fp8", weight_block_size=block))
-            for block in (0, [0, 1], [128], "128", {}, [1.5, 2], True)
+            for block in ([0, 1], [128], "128", [1.5, 2])
         },
         **{
             f"groups {groups!r}": (
                 "config_groups",
                 dict(quant_method="compressed-tensors", config_groups=groups),
             )
-            for groups in ("a", {"a": 1}, {"a": ["Linear"]})
+            for groups in ("a", {"a": 1})
         },
         "ours of a later version": ("version", dict(quant_method="xinfer_jax", version=99)),
     }.items()
 } | {
     "quantized by a list": Case("quant", files=config(quantization_config=[1])),
-    "quantized by a text": Case("quant", files=config(quantization_config="awq")),
-    "quantized by a number": Case("quant", files=config(quantization_config=4)),
     "quantized twice": Case("already quantized", args=["--quantize=int8"], files=quantized(**_AWQ)),
-    "quantized, huge group": Case(
-        "weights",
-        files=quantized(**_GPTQ | dict(group_size=2**40))
-        | {
-            WEIGHTS: save(
-                {
-                    "model.layers.0.mlp.up_proj.qweight": np.zeros((36, 16), np.int32),
-                    "model.layers.0.mlp.up_proj.qzeros": np.zeros((1, 2), np.int32),
-                    "model.layers.0.mlp.up_proj.scales": np.ones((1, 16), np.float16),
-                }
-            )
-        },
-    ),
     "quantize_config.json of 3 bits": Case(
         "bits", files={"quantize_config.json": dict(bits=3, group_size=32)}
     ),
     "quantize_config.json cut": Case("quantize_config.json", files={"quantize_config.json": b"{"}),
-    "quant_config.json a list": Case("quant_config.json", files={"quant_config.json": b"[]"}),
 }
 
 _ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
@@ -385,35 +313,25 @@ TOKENIZERS = {
     **{
         f"tokenizer {name}": Case("tokenizer", files={"tokenizer.json": content})
         for name, content in {
-            "empty": b"",
             "null": b"null",
-            "list": b"[]",
             "object": b"{}",
             "latin-1": b"\xff\xfe",
             "deep": b"[" * 50_000,
-            "text": b"hello",
-            "NUL": bytes(64),
             "directory": DIRECTORY,
         }.items()
     },
-    "tokenizer without model": Case("tokenizer", files=tokenizer(model=None)),
-    "tokenizer model unknown": Case("tokenizer", files=tokenizer(model={"type": "Nope"})),
-    "tokenizer model a list": Case("tokenizer", files=tokenizer(model=[])),
-    "tokenizer vocabulary of texts": Case(
-        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []})
-    ),
-    "tokenizer negative id": Case(
-        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": -1}, "merges": []})
-    ),
-    "tokenizer id 2**40": Case(
-        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 2**40}, "merges": []})
-    ),
-    "tokenizer merge of what is not there": Case(
-        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})
-    ),
-    "tokenizer without vocabulary": Case(
-        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})
-    ),
+    **{
+        f"tokenizer whose {name}": Case("tokenizer", files=tokenizer(**changes))
+        for name, changes in {
+            "model is unknown": dict(model={"type": "Nope"}),
+            "model is a list": dict(model=[]),
+            "vocabulary has a negative id": dict(model={"type": "BPE", "vocab": {"a": -1}, "merges": []}),
+            "merge is not there": dict(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
+            "vocabulary is empty": dict(model={"type": "BPE", "vocab": {}, "merges": []}),
+            "normalizer is unknown": dict(normalizer={"type": "Nope"}),
+            "added token has no id": dict(added_tokens=[{"id": "x"}]),
+        }.items()
+    },
     "tokenizer that cannot encode": Case(
         "cannot encode",
         files=tokenizer(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
@@ -423,36 +341,23 @@ TOKENIZERS = {
         args=["--prompt=" + "a" * 40 + "b"],
         files=tokenizer(pre_tokenizer=_ENDLESS),
     ),
-    "tokenizer normalizer unknown": Case("tokenizer", files=tokenizer(normalizer={"type": "Nope"})),
-    "tokenizer added token": Case("tokenizer", files=tokenizer(added_tokens=[{"id": "x"}])),
-    "tokenizer version": Case("tokenizer", files=tokenizer(version="9.9")),
-    "settings empty": Case("tokenizer_config.json", files={"tokenizer_config.json": b""}),
-    "settings a list": Case("tokenizer_config.json", files={"tokenizer_config.json": b"[]"}),
-    "settings latin-1": Case("tokenizer_config.json", files={"tokenizer_config.json": b'{"\xff": 1}'}),
-    "settings a directory": Case("tokenizer_config.json", files={"tokenizer_config.json": DIRECTORY}),
-    "generation_config a directory": Case(
-        "generation_config.json", files={"generation_config.json": DIRECTORY}
-    ),
+    **{
+        f"settings {name}": Case("tokenizer_config.json", files={"tokenizer_config.json": content})
+        for name, content in {"a list": b"[]", "latin-1": b'{"\xff": 1}', "a directory": DIRECTORY}.items()
+    },
     **{
         f"template {name}": Case("template", files=template(source))
         for name, source in {
             "number": 5,
-            "list": ["x"],
             "list without default": [{"name": "a", "template": "b"}],
             "unclosed": "{% for m in messages %}",
             "unknown tag": "{% nonsense %}",
-            "unknown filter": "{{ 1|nope }}",
-            "raises": "{{ raise_exception('no') }}",
             "raises lines": "{{ raise_exception('a\nb\x1b[2J') }}",
             "raises at length": "{{ raise_exception('x' * 5000) }}",
             "divides by zero": "{{ 1 // 0 }}",
-            "attribute": "{{ ''.__class__.__mro__ }}",
             "subclasses": "{{ messages.__class__.__subclasses__() }}",
             "undefined call": "{{ nope() }}",
-            "index": "{{ messages[99].content }}",
             "include": "{% include '/etc/passwd' %}",
-            "import": "{% import 'os' as os %}",
-            "type": "{{ 'a' + 1 }}",
             "deep": "{{ " + "(" * 1000 + ")" * 1000 + " }}",
         }.items()
     },
@@ -466,78 +371,44 @@ TOKENIZERS = {
 FLAGS = {
     " ".join(args)[:60]: Case(pattern, args=args)
     for pattern, *args in [
-        ("nope", "--nope"),
         ("nope", "--nope=1"),
-        ("nope", "-nope"),
         ("x1b", "--\x1b[2Jnope"),
         ("model", "--model=/no/such"),
-        ("config.json|model", "--model="),
         ("model", "--model=\x1b[2J"),
         ("model", "--model=" + "x" * 5000),
         ("model", "--model=a/b/c"),
-        ("model", "--model=../x/y"),
         ("model", "--model=/etc/hostname"),
         ("config.json", "--model=/proc"),
         ("/no/such", "--draft=/no/such"),
-        ("draft|model|config", "--draft="),
         ("/dev/null", "--draft=/dev/null"),
-        ("flagfile|no/such", "--flagfile=/no/such"),
     ]
 }
 
 PROMPTS = {
-    "prompt empty": Case("prompt is empty", args=["--prompt="]),
     "prompt blank": Case("prompt is empty", args=["--prompt= \n\t\r"]),
     "prompt half a surrogate": Case("valid Unicode", args=["--prompt=a\udcffb"]),
-    "prompt only a surrogate": Case("valid Unicode", args=["--prompt=\ud83d"]),
     "system half a surrogate": Case("valid Unicode", args=["--system=\udcff"]),
     "raw half a surrogate": Case("valid Unicode", args=["--raw", "--prompt=\udcff"]),
     "prompt of 1 MB": Case("context limit", args=["--prompt=" + "x" * 10**6]),
     "prompt of 1 MB of spaces and an x": Case("context limit", args=["--prompt=" + " " * 10**6 + "x"]),
-    "prompt of 1 MB of line ends": Case("context limit", args=["--prompt=" + "\nx" * 500_000]),
-    "prompt of 1 MB of emoji": Case("context limit", args=["--prompt=" + "🚀" * 250_000]),
-    "prompt of NULs": Case("context limit", args=["--prompt=" + "\0" * 10_000]),
     "system of 1 MB": Case("context limit", args=["--system=" + "x" * 10**6]),
-    "prompt beyond the context": Case("context limit 256", args=["--prompt=" + "x" * 300]),
     "standard input empty": Case("prompt is empty", stdin=""),
-    "standard input blank": Case("prompt is empty", stdin="\n \n"),
     "standard input latin-1": Case("standard input", stdin=b"caf\xe9"),
-    "standard input UTF-16": Case("standard input", stdin="café".encode("utf-16")),
-    "standard input random": Case("standard input", stdin=bytes(range(128, 256))),
     "standard input cut": Case("standard input", stdin="🚀".encode()[:-1]),
     "standard input of 1 MB": Case("context limit", stdin="x" * 10**6),
     "ids outside the vocabulary": Case(
         "outside the vocabulary",
-        files={
-            **config(vocab_size=200),
-            WEIGHTS: save(
-                {
-                    name: tensor[:200].copy() if name in (tiny.EMBED, tiny.HEAD) else tensor
-                    for name, tensor in BASE_WEIGHTS.items()
-                }
-            ),
-        },
+        files=config(vocab_size=200)
+        | tensors(**{name: BASE_WEIGHTS[name][:200] for name in (tiny.EMBED, tiny.HEAD)}),
     ),
-    "a context of 10**9": Case(
-        "need [0-9,]+ bytes of memory",
-        args=[f"--max_tokens={5 * 10**8}"],
-        files=config(max_position_embeddings=10**9),
-    ),
-    "the same without cache": Case(
-        "need [0-9,]+ bytes of memory",
-        args=[f"--max_tokens={9 * 10**8}", "--nouse_cache"],
-        files=config(max_position_embeddings=10**9),
-    ),
-    "the same in int4": Case(
-        "need [0-9,]+ bytes of memory",
-        args=[f"--max_tokens={9 * 10**8}", "--cache_dtype=int4"],
-        files=config(max_position_embeddings=10**9),
-    ),
-    "the same with beams": Case(
-        "need [0-9,]+ bytes of memory",
-        args=[f"--max_tokens={5 * 10**8}", "--num_beams=4"],
-        files=config(max_position_embeddings=10**9),
-    ),
+    **{
+        f"a context of 10**9 {flag}": Case(
+            "need [0-9,]+ bytes of memory",
+            args=[f"--max_tokens={5 * 10**8}", flag],
+            files=config(max_position_embeddings=10**9),
+        )
+        for flag in ("--nouse_cache", "--cache_dtype=int4", "--num_beams=4")
+    },
     "10**7 beams": Case("num_beams", args=["--num_beams=10000000"]),
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import response_templates
 import tiny
 import tokenizers
 
@@ -58,20 +59,7 @@ PARTS = [
 # Answers in Gemma 4's form, whose marks are special tokens, and in one that a response template describes.
 BRACKETS = dict(
     chat_template=_TOOLS + _TURNS.replace("CALL", "[CALL]{{ c.function.name }}"),
-    response_template=dict(
-        start_anchor="<|im_start|>assistant\n",
-        fields=dict(
-            reasoning_content=dict(open="[THINK]", close="[/THINK]"),
-            tool_calls=dict(
-                open_pattern=r"\s*\[CALL\](?P<name>\w+)",
-                close="[/CALL]",
-                content="json",
-                repeats=True,
-                transform=dict(function={"name": "{name}", "arguments": "{content}"}),
-            ),
-            content={},
-        ),
-    ),
+    response_template=response_templates.BRACKETS | dict(start_anchor="<|im_start|>assistant\n"),
 )
 
 

@@ -1,8 +1,8 @@
-"""Sampling settings that `test_settings.py` adds to a copy of the package, and a look for them in all places:
-`python toy_settings.py CHECKPOINT` prints a line of JSON. The copy is the package that it imports.
+"""Sampling settings that `test_settings.py` adds to a copy of the package, and a check of all places that
+have them: `python toy_settings.py CHECKPOINT`. The copy is the package that it imports.
 """
 
-import json
+import re
 import sys
 from pathlib import Path
 
@@ -42,78 +42,123 @@ def add_to(package: Path) -> None:
     (package / "sampling" / "toy.py").write_text(PROCESSOR, encoding="utf-8")
 
 
-def main(checkpoint: str) -> None:
+def values(sampling):
+    fields = ((name, getattr(sampling, name)) for name in NAMES)
+    return {name: x.tolist() if hasattr(x, "tolist") else x for name, x in fields}
+
+
+def given(boost=0.0, places=3, switch=False, texts=None):
+    return dict(zip(NAMES, (boost, places, switch, texts), strict=True))
+
+
+def listed(model, *texts):
+    """Tokens with any of these texts."""
+    decoded = [model.tokenizer.decode([i]) for i in range(model.config.vocab_size)]
+    return [i for i, token in enumerate(decoded) if any(text in token for text in texts)]
+
+
+def raises(message, call, *args, **options):
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        assert re.match(message, str(error)), error
+    else:
+        raise AssertionError(message)
+
+
+def check_bodies_and_rows(model) -> None:
     import numpy as np
 
     import xinfer_jax as xj
     from xinfer_jax.api.bodies import parse_request_body
-    from xinfer_jax.api.fields import BodyError
-    from xinfer_jax.cli import answer, answer_flags, batch_flags, chat_flags
     from xinfer_jax.sampling.batched_settings import select_rows, settings_per_row
-    from xinfer_jax.serve import command
-
-    model = xj.load_model(checkpoint)
-
-    def values(sampling):
-        fields = ((name, getattr(sampling, name)) for name in NAMES)
-        return {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields}
 
     def parse(**body):
-        options = parse_request_body(
-            model, "plain", dict(prompt="Hi") | body, xj.GenerateOptions(4), 99
-        ).options
-        return options.sampling
+        default = xj.GenerateOptions(4)
+        return parse_request_body(model, "plain", dict(prompt="Hi") | body, default, 99).options.sampling
 
-    def error(call, *args, **options):
-        try:
-            call(*args, **options)
-        except BodyError as error:
-            return f"{error.param}: {error}"
-        except xj.InputError as error:
-            return str(error)
+    # Bodies: `toy_places` is nobody's field.
+    wanted = parse(toy_boost=1, toy_n=2, toy_switch=True, toy_texts=["an", "in"])
+    assert values(wanted) == given(1, 2, True, listed(model, "an", "in"))
+    assert values(parse(temperature=1)) == values(parse(toy_places=1)) == given()
+    assert values(parse(toy_boost=1))["toy_texts"] == listed(model, "th")
+    for message, body in (
+        (r"toy_boost must be from 0 \(off\) to 1", dict(toy_boost=2)),
+        ("toy_n must be a whole number from 0 to 9", dict(toy_n=10)),
+        ("toy_switch must be true or false", dict(toy_switch=1)),
+        ("toy_texts must be a text or a list of texts", dict(toy_texts=[5])),
+        ("toy_texts has 17 texts, more than the limit of 16", dict(toy_texts=["th"] * 17)),
+        ("toy_texts: no token contains 'no token has this'", dict(toy_texts=["no token has this"])),
+    ):
+        raises(message, parse, **body)
 
-    def flags(*given):
-        answer_flags.PARSER.parse(["x", *given])
-        return values(answer.sampling_from_flags(answer_flags.PARSER.values, model))
+    # Rows, and what the processor does to them.
+    rows = settings_per_row([wanted, xj.SamplingConfig()], 2, model.config.vocab_size)
+    dtypes = [(str(getattr(rows, name).dtype), getattr(rows, name).shape) for name in NAMES]
+    assert dtypes == [
+        ("float32", (2,)),
+        ("int32", (2,)),
+        ("bool", (2,)),
+        ("bool", (2, model.config.vocab_size)),
+    ]
+    assert [getattr(rows, name).tolist() for name in NAMES[:3]] == [[1, 0], [2, 3], [True, False]]
+    kept = select_rows(rows, np.array([False, True]))
+    assert [getattr(kept, name).tolist() for name in NAMES[:3]] == [[0, 0], [3, 3], [False, False]]
+    messages = (
+        r"toy_boost must be from 0 \(off\) to 1, got",
+        "toy_places must be a whole number",
+        ".*true or false",
+    )
+    for message, name in zip(messages, NAMES, strict=False):
+        raises(message, xj.SamplingConfig(**{name: [2.5, 1]}).validate)
 
     def tokens(sampling):
-        return xj.generate(
-            model.params, model.config, [[5, 6], [5, 6]], xj.GenerateOptions(2, sampling=sampling)
-        ).tokens
+        options = xj.GenerateOptions(2, sampling=sampling)
+        return xj.generate(model.params, model.config, [[5, 6], [5, 6]], options).tokens
 
-    body = dict(toy_boost=1, toy_n=2, toy_switch=True, toy_texts=["an", "in"])
-    given = parse(**body)
-    plain = settings_per_row([given, xj.SamplingConfig()], 2, model.config.vocab_size)
-    kept = select_rows(plain, np.array([False, True]))
-    parsers = [module.PARSER for module in (answer_flags, batch_flags, chat_flags, command)]
-    print(json.dumps(dict(
-        body=values(given),
-        default_texts=values(parse(toy_boost=1))["toy_texts"],
-        off=values(parse(temperature=1)),
-        rows={name: [str(getattr(plain, name).dtype), list(getattr(plain, name).shape)] for name in NAMES},
-        row_values=[getattr(plain, name).tolist() for name in NAMES[:3]],
-        kept=[getattr(kept, name).tolist() for name in NAMES[:3]],
-        body_errors=[error(parse, **bad) for bad in (
-            dict(toy_boost=2), dict(toy_n=10), dict(toy_switch=1), dict(toy_texts=[5]),
-            dict(toy_texts=["th"] * 17), dict(toy_texts=["no token has this"]), dict(toy_places=1),
-        )],
-        row_errors=[error(xj.SamplingConfig(**{name: [2.5, 1]}).validate) for name in NAMES[:3]],
-        flags=flags("--toy_boost=0.5", "--toy_n=4", "--toy_switch", "--toy_texts=an", "--toy_texts=in"),
-        default_flags=flags("--toy_boost=1")["toy_texts"],
-        no_flags=flags(),
-        flag_errors=[error(flags, bad) for bad in ("--toy_boost=2", "--toy_n=-1", "--toy_switch=5")],
-        help=[all(f"Help of the {name}." in parser._help() for name in ("boost", "places", "switch", "texts"))
-              for parser in parsers],
-        generation_config=values(xj.SamplingConfig.from_hf(dict(toy_boost=0.5, toy_switch=True, toy_n=7))),
-        generation_errors=[error(xj.SamplingConfig.from_hf, bad)
-                           for bad in (dict(toy_boost="x"), dict(toy_switch="x"), dict(toy_boost=2))],
-        beams=error(xj.beam_search, model.params, model.config, [5], sampling=given),
-        some_beams=error(xj.beam_search, model.params, model.config, [5], max_new_tokens=2,
-                         sampling=xj.SamplingConfig(toy_switch=True)),
-        tokens=tokens([given, xj.SamplingConfig()]),
-        plain_tokens=tokens(xj.SamplingConfig()),
-    )))  # fmt: skip
+    boosted, plain = tokens([wanted, xj.SamplingConfig()])
+    assert [plain] * 2 == tokens(xj.SamplingConfig()) and {*boosted} <= {*listed(model, "an", "in")} - {
+        *plain
+    }
+
+
+def check_flags_files_and_beams(model) -> None:
+    import xinfer_jax as xj
+    from xinfer_jax.cli import answer, answer_flags, batch_flags, chat_flags
+    from xinfer_jax.serve import command
+
+    # Flags.
+    def flags(*of_command):
+        answer_flags.PARSER.parse(["x", *of_command])
+        return values(answer.sampling_from_flags(answer_flags.PARSER.values, model))
+
+    found = flags("--toy_boost=0.5", "--toy_n=4", "--toy_switch", "--toy_texts=an", "--toy_texts=in")
+    assert found == given(0.5, 4, True, listed(model, "an", "in"))
+    assert flags("--toy_boost=1")["toy_texts"] == listed(model, "th") and flags() == given()
+    raises(r".*--toy_boost=2: give a number from 0 \(off\) to 1", flags, "--toy_boost=2")
+    raises(".*--toy_n=-1: give a whole number", flags, "--toy_n=-1")
+    for parser in (module.PARSER for module in (answer_flags, batch_flags, chat_flags, command)):
+        assert all(f"Help of the {x}." in parser._help() for x in ("boost", "places", "switch", "texts"))
+
+    # generation_config.json, which knows two of them, and beams.
+    from_hf = xj.SamplingConfig.from_hf
+    assert values(from_hf(dict(toy_boost=0.5, toy_switch=True, toy_n=7))) == given(0.5, switch=True)
+    raises("generation_config.json: toy_boost must be a number, got 'x'", from_hf, dict(toy_boost="x"))
+    raises("generation_config.json: toy_switch must be true or false", from_hf, dict(toy_switch="x"))
+    raises(r"toy_boost must be from 0 \(off\) to 1", from_hf, dict(toy_boost=2))
+    beams = model.params, model.config, [5]
+    raises(
+        "toy_boost does not combine with beams: leave it out",
+        xj.beam_search,
+        *beams,
+        sampling=xj.SamplingConfig(toy_boost=1.0),
+    )
+    xj.beam_search(*beams, max_new_tokens=2, sampling=xj.SamplingConfig(toy_switch=True))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    from xinfer_jax import load_model
+
+    loaded = load_model(sys.argv[1])
+    check_bodies_and_rows(loaded)
+    check_flags_files_and_beams(loaded)

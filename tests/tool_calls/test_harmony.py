@@ -1,9 +1,11 @@
 """Answers in Harmony come apart by their channels, whole and in parts; what is no header or call is text."""
 
+import json
 import random
 
 import harmony_models
 import pytest
+from answer_parts import pushed
 
 import xinfer_jax as xj
 from xinfer_jax.tokenization.answer_detokenizer import AnswerDetokenizer
@@ -77,22 +79,13 @@ def test_whole_answers_and_parts_of_them(text):
     assert parts_of(xj.parse_tool_calls(text, TOOLS)) == WHOLE[text]
     rng = random.Random(1)
     for most in (1, 2, 7, 40):
-        parser = xj.AnswerParser(tools=TOOLS)
-        deltas = []
-        at = 0
-        while at < len(text):
-            size = rng.randint(1, most)
-            deltas.append(parser.push(text[at : at + size]))
-            at += size
-        deltas.append(parser.push("", ended=True))
-        assert "".join(delta.reasoning for delta in deltas) == (reasoning or "")
-        # The beginning of what turns out to be no call may have been sent as one.
-        assert "".join(delta.content for delta in deltas) == (content or "")
-        entries = [entry for delta in deltas for entry in delta.tool_calls]
-        assert parser.has_calls == bool(calls)
-        if calls:
-            assert [entry.name for entry in entries if entry.name] == [name for name, _ in calls]
-            assert entries[0].id and not any(entry.id for entry in entries[1:])
+        parts = []
+        while (at := sum(map(len, parts))) < len(text):
+            parts.append(text[at : at + rng.randint(1, most)])
+        parser = xj.AnswerParser(tools=TOOLS, new_id=str)
+        said, thought, begun = pushed(parser, [*parts, ""])
+        assert (thought or None, said, parser.has_calls) == (reasoning, content or "", bool(calls))
+        assert [(name, json.loads(arguments)) for name, arguments in begun] == calls
 
 
 def test_spaces_after_a_call_that_follows_a_malformed_one():

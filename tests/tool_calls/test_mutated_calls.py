@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import response_templates
+from answer_parts import pushed
 
 import xinfer_jax as xj
 from xinfer_jax.plugins import names
@@ -38,20 +39,8 @@ TOOLS = [
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 TEMPLATES = {name: parse_response_template(spec) for name, spec in response_templates.BY_NAME.items()}
 TEXTS = [
-    "",
-    "Oslo",
-    "it's",
-    'a "b"',
-    "1",
-    "true",
-    "x, y",
-    "{}",
-    "</tool_call>",
-    "é\n\t\\",
-    "🚀",
-    '<|"|>',
-    "a:b]",
-]
+    "", "Oslo", "it's", 'a "b"', "1", "true", "x, y", "{}", "</tool_call>", "é\n\t\\", "🚀", '<|"|>', "a:b]",
+]  # fmt: skip
 # What mutations insert, beside single characters.
 PIECES = [
     *"""<tool_call> </tool_call> <function=add> </function> <parameter=a> </parameter> <think> </think>
@@ -193,23 +182,15 @@ def mutated(text: str, rng: random.Random) -> str:
 def parsed(form: str, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and names and arguments of the complete calls, from the deltas of the parts."""
     template = TEMPLATES.get(form)
-    formats = [] if template else [form]
+    formats = [] if template else FORMATS if form == "all" else [form]
     splitter = TemplateSplitter(template, "", SCHEMAS, None, str) if template else None
-    parser = xj.AnswerParser(formats, TOOLS, new_id=str, splitter=splitter)
-    deltas = [parser.push(part, i == len(parts) - 1) for i, part in enumerate(parts)]
-    begun: dict[int, list[str]] = {}
-    for call in (call for delta in deltas for call in delta.tool_calls):
-        begun.setdefault(call.index, [str(call.name), ""])[1] += call.arguments
-    complete = [call[1:] for call in parser._calls.calls]
-    assert complete == [tuple(begun[int(call[0])]) for call in parser._calls.calls]
-    content = "".join(delta.content for delta in deltas)
-    return content, "".join(delta.reasoning for delta in deltas), complete
+    return pushed(xj.AnswerParser(formats, TOOLS, new_id=str, splitter=splitter), parts)
 
 
 def check(form: str, seed: int) -> int:
     """Checks one mutated answer, and returns how many calls it has."""
     rng = random.Random(f"{form} {seed}")
-    text = mutated(answer(form, rng), rng)
+    text = mutated(answer(rng.choice(FORMATS) if form == "all" else form, rng), rng)
     whole = parsed(form, [text])
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.choice([1, 2, 5, 20])))
     parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -220,12 +201,14 @@ def check(form: str, seed: int) -> int:
         assert name in SCHEMAS and isinstance(json.loads(arguments), dict)
         json.dumps(json.loads(arguments), allow_nan=False)
         arguments.encode()
-    may_lose_marks = form in ("harmony", *TEMPLATES) or "<think>" in text or "<|channel>thought" in text
+    may_lose_marks = (
+        form in ("harmony", "all", *TEMPLATES) or "<think>" in text or "<|channel>thought" in text
+    )
     assert calls or may_lose_marks or content == text
     return len(calls)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["all", *FORMS])
 def test_mutated_calls_are_calls_or_text(form):
     assert sum(check(form, seed) for seed in range(COUNT)) > COUNT // 8
 
