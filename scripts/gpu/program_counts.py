@@ -65,8 +65,8 @@ class ProgramCounter:
         module: from `hlo_text.parse_module`; of one device.
         kernel_bytes: what a Pallas kernel moves; None: its operands and results.
         trips: iterations of a loop whose number the text does not have.
-        branch: which branch of the conditionals of a step itself counts, as 0 and -1; of the conditionals
-            within its parts that which moves fewer bytes.
+        branch: which branch of the conditionals of a step itself counts, as 0 and -1; None, and of the
+            conditionals within its parts: that which moves fewer bytes.
         is_tpu: the program is compiled for a TPU.
     """
 
@@ -75,7 +75,7 @@ class ProgramCounter:
         module: Module,
         kernel_bytes: KernelBytes | None = None,
         trips: float = 1,
-        branch: int = -1,
+        branch: int | None = -1,
         is_tpu: bool = False,
     ):
         self._module = module
@@ -129,8 +129,8 @@ class ProgramCounter:
             counts.add(self._of(instruction.called("body")), trips)
         elif opcode == "conditional":
             parts = [*map(self._of, instruction.branches)]
-            is_of_step = computation.name == self._step
-            counts.add(parts[self._branch] if is_of_step else min(parts, key=lambda part: part.bytes))
+            is_chosen = computation.name == self._step and self._branch is not None
+            counts.add(parts[self._branch] if is_chosen else min(parts, key=lambda part: part.bytes))
         elif opcode in ("call", "call-start") or opcode == "async-start" and not self._is_tpu:
             counts.add(self._of(instruction.called("to_apply") or instruction.called("calls")))
         else:

@@ -145,7 +145,8 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
             temporaries = compiled.memory_analysis().temp_size_in_bytes
             _programs[text] = parse_module(compiled.as_text()), temporaries
     module, temporaries = _programs[text]
-    branch = 0 if program == "sampled" else -1  # of the conditional on whether all rows are greedy
+    # Of the conditional on whether all rows are greedy. An engine's step has others, on rare settings.
+    branch = dict(sampled=0, engine_decode=None).get(program, -1)
     counter = ProgramCounter(module, _kernel_bytes(job, program), branch=branch, is_tpu=isinstance(card, Tpu))
     step = counter.of_step() if program in LOOPS else counter.of_call()
     copies = step.whole_copies(_leaf_shapes(job, program))
