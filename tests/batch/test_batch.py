@@ -195,7 +195,8 @@ def test_repeated_custom_ids_long_lines_and_invalid_utf8(model, tmp_path, monkey
     monkeypatch.setattr(input_lines, "_MAX_LINE_BYTES", 200)
     row = dict(prompt="Hi", max_tokens=1, custom_id="a")
     long = f'{{"prompt": "{"x" * 900}"}}'
-    found, _ = answered(model, tmp_path, row, row, f"{long}\n", dict(prompt="Hi", max_tokens=1), long[:300])
+    rows = row, row, f"{long}\n", dict(prompt="Hi", max_tokens=1), long[:300]
+    found, _ = answered(model, tmp_path, *rows, in_order=True)
     assert "has come before" in found["a"]["error"]
     assert all("more than 200 bytes" in found[i]["error"] for i in (3, 5))
     assert found[4]["finish_reason"] == "length"
