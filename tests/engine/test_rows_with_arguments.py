@@ -354,7 +354,7 @@ PRESENCE_AS, NOISE_AS = (f"arguments of the processor '{x}' must be as" for x in
         (dict(processors=dict(noise=3)), f"{NOISE_AS} {{'by'.*got 3"),
         (dict(processors=dict(noise=dict(by=1e300))), f"{NOISE_AS} {{'by'.*got .*1e.300"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "named",
 )
 def test_wrong_arguments_of_a_request(engine, named, message):
     with pytest.raises(xj.InputError, match=message):
