@@ -144,7 +144,7 @@ def test_older_names_of_settings():
 @pytest.mark.full
 def test_int8_matrices_and_what_stays_float(tmp_path):
     config = BIAS.config
-    path = write_checkpoint(tmp_path / "float", BIAS.hf)
+    path = write_checkpoint(tmp_path / "float", BIAS.hf, fused=True)
     exact, near = (xj.load_model(path, "float32", quantize=quantize) for quantize in (None, "int8"))
     layer = near.params["layers"][0]
     matrices = {name: leaf["weight"] for name, leaf in layer.items() if isinstance(leaf, dict)}

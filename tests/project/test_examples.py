@@ -120,7 +120,7 @@ def sft(out):
         "Laputa is Lagado.",
         "Narnia is Paravel.",
     ):
-        assert f"The capital of {learned}.\n" in out
+        assert f"The capital of {learned}\n" in out
 
 
 def soft_prompt(out):
