@@ -108,6 +108,7 @@ def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
         assert engine.stats.waiting_for_programs == engine.stats.pages_used == 0
 
 
+@pytest.mark.full
 def test_a_program_that_fails_in_the_background_compiles_when_it_is_needed(model, monkeypatch, capsys):
     compile_it = precompile._compile
 

@@ -196,6 +196,7 @@ def test_answers_are_valid(model, engine):
     assert count > 0.8 * len(ended)
 
 
+@pytest.mark.full
 def test_processors_and_a_grammar_together(model, engine):
     """Stop ids, biases and log-probabilities; what leaves no token is an error."""
     biased = xj.SamplingConfig(logit_bias={i: -np.inf for i in model.tokenizer.encode("y")})
