@@ -92,8 +92,9 @@ class AsyncSampling:
         ended = asyncio.Event()
         for engine in self._owner.engines:
             check_started(engine)
-        how |= dict(live=live, processed_logprobs=True)
-        (request,) = self._owner.make_requests([ids], options, keys=[key], **how)
+        fields = dict(live=live, processed_logprobs=True, **how)
+        asked = fields.pop("request_options", None)
+        (request,) = self._owner.make_requests([ids], options, asked, [key], fields)
         # Other tasks of `asyncio.gather` make their requests too. A step that began with the first one would
         # decode few rows for a long time, while the others wait.
         await asyncio.sleep(0)

@@ -195,8 +195,12 @@ class Device:
         self, new: Mapping[int, NewRow], together: bool, greedy: bool, recorded: Mapping[int, int]
     ) -> SampledTokens:
         """Puts new rows into these slots, after `put_first` of each, and samples their first tokens.
-        together: several rows by one program, of the stage "several"; greedy: they use no sampling setting;
-        recorded: `Request.recorded` of the slots, where it is not 0.
+
+        Args:
+            new: the rows by their slots.
+            together: several rows are put by one program, which the stage "several" compiles.
+            greedy: the rows use no sampling setting.
+            recorded: `Request.recorded` of the slots, if it is not 0.
         """
         size = MAX_NEW_ROWS if together else 1
         for at in range(0, len(new), size):

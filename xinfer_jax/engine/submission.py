@@ -218,7 +218,6 @@ class EngineBase:
         (request,) = self.submit_many([prompt], options, request_options, keys=[key], **fields)
         return request
 
-    @without_mesh_context
     def submit_many(
         self,
         prompts: Sequence[Prompt | Sequence[int]],
@@ -242,25 +241,20 @@ class EngineBase:
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
-        requests = self.make_requests(prompts, options, request_options, keys=keys, **fields)
+        requests = self.make_requests(prompts, options, request_options, keys, fields)
         self.enqueue(requests)
         return requests
 
+    @without_mesh_context
     def make_requests(
-        self,
-        prompts: Sequence[Prompt | Sequence[int]],
-        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
-        request_options: RequestOptions | None = None,
-        *,
-        keys: Any = None,
-        **fields: Any,
+        self, prompts: Any, options: Any, asked: RequestOptions | None, keys: Any, fields: Mapping[str, Any]
     ) -> list[Request]:
-        """Checks requests as `submit_many` does. They are queued by `enqueue`."""
+        """Returns the requests that `submit_many` queues, after all checks of its arguments."""
         self.check_open()
         if not is_sequence(prompts):
             what = "a list of ids, texts or conversations"
             raise InputError(f"prompts must be {what}, got {format_value(prompts)}")
-        asked = dataclasses.replace(request_options or RequestOptions(), **fields)
+        asked = dataclasses.replace(asked or RequestOptions(), **fields)
         prompt_keys = _prompt_keys(keys, len(prompts))
         each = _per_prompt("options", options, len(prompts))
         adapters = _per_prompt("adapters", asked.adapter, len(prompts))
