@@ -193,7 +193,7 @@ def main(argv: list[str]) -> None:
     if MODEL.value:
         model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
     else:
-        config = xj.from_hf(hf_config(CONFIG.value))
+        config = xj.ModelConfig.from_hf(hf_config(CONFIG.value))
         model = xj.Model(xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value), config)
     results = dict(
         command=" ".join(["python", *sys.argv]),

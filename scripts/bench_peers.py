@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--precisions={unknown.pop()} is unknown: use float32, bfloat16, int8, int4")
     print(f"tokens per second{'prefill':>21}{'1 row':>12}{f'{ROWS.value} rows':>12}")
     with tempfile.TemporaryDirectory() as folder:
-        config = xj.from_hf(hf_config(CONFIG.value))
+        config = xj.ModelConfig.from_hf(hf_config(CONFIG.value))
         xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
         for precision in PRECISIONS.value:
             for engine in WANTED.value:

@@ -70,7 +70,7 @@ def engine_rates(engine: xj.Engine, prompts_BT: np.ndarray, seed: int) -> np.nda
 
 def main(argv: list[str]) -> None:
     if _CONFIG.value:
-        config = xj.from_hf(hf_config(_CONFIG.value))
+        config = xj.ModelConfig.from_hf(hf_config(_CONFIG.value))
         model = xj.Model(xj.init_params(config, jax.random.key(0), "float32"), config)
     else:
         model = xj.load_model()

@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
         return int(any(found[name] for found in runs for name in ("wrong", "unmarked", "compiled", "lost")))
     start_s = time.perf_counter()
     sizes = []
-    contents = [xj.init_adapter(model.config, jax.random.key(i), 4 + i % 5) for i in range(ADAPTERS.value)]
+    contents = [
+        xj.lora.init_adapter(model.config, jax.random.key(i), 4 + i % 5) for i in range(ADAPTERS.value)
+    ]
     contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
     shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
@@ -103,7 +105,7 @@ def run_updates(
         asked = draw(rng, model.config.vocab_size, 10 * tokens // 40, longest, shape)
         asked = [one for one in asked if not one.options.n > 1 and "deadline" not in one.more]
         own = engine.model.params
-        submitted: list[xj.Request] = []
+        submitted: list[xj.types.Request] = []
         modes = list(MODES)
         while (count := engine.stats.generated_tokens) < tokens or modes:
             while engine.stats.waiting < 8 and asked:
@@ -138,7 +140,7 @@ def draw_callers(rng: random.Random) -> dict:
     return dict(processors=named or None, taps=dict(up=rng.uniform(-1, 1)) if rng.random() < 1 / 2 else None)
 
 
-def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: bool) -> None:
+def change_adapter(engine: xj.Engine, name: str, adapter: xj.lora.Adapter, in_place: bool) -> None:
     """Gives a name another adapter: for requests that have it too, or for later ones alone."""
     if in_place:
         engine.update_adapter(name, adapter, mode=random.choice(("continue", "recompute")))

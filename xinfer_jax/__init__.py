@@ -1,99 +1,72 @@
-"""xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX.
+"""xinfer_jax: LLM inference in JAX, as pure functions over a parameter pytree. Import it as `xj`.
 
-Names are imported when first used: commands reject flags before they import jax. Types: `__init__.pyi`.
+Load a model, and generate text:
+
+    model = xj.load_model()                    # or "Qwen/Qwen2.5-0.5B-Instruct", or a directory
+    xj.generate_text(model, "What is the capital of France?")
+
+Functions of a `Model` take and return text:
+    load_model, save_model          read and write a checkpoint
+    generate_text, stream_text      answer one prompt, or a list of prompts
+    encode_prompt                   prompt or messages to token ids
+    embed_texts, rerank             vectors of texts; scores of documents
+    generate_file, DatasetGenerator answer a file of prompts, or a dataset
+    Engine                          answer requests that come and go, with EngineOptions, RequestOptions
+
+Functions of `params` and `config` take and return arrays or token ids, for your own jit, vmap and grad:
+    forward, run_model              logits of tokens; also hidden states, experts, tapped values
+    init_cache, prefill, decode_step, decode_loop    generation inside your own program
+    generate, stream, beam_search   prompts that are known at once
+    score, score_completions        log-probabilities of given tokens
+    hidden_states, embed_tokens, final_norm, unembed, attention_weights    parts of the model
+    init_params, kernels_used       random parameters; which kernels would run
+    load_prefix, save_prefix        the KV cache of a common beginning, as a file
+
+How tokens are sampled and limited: SamplingConfig, GenerateOptions, LogitsProcessor, Tap.
+Every error for a bad argument is an InputError. `register` adds a family, a cache dtype and the like.
+
+Namespaces (`help(xj.lora)` describes one):
+    xj.grammar    JSON Schema, regular expressions, choices and grammars that an answer follows
+    xj.tools      calls of tools in an answer
+    xj.lora       LoRA adapters
+    xj.params     names, conversion, stacking and sharding of the parameter tree
+    xj.rollouts   rollouts for training
+    xj.types      types of results, for annotations
+    xj.testing    checks for your own tests
 """
 
-from importlib import import_module
+from .lazy_names import lazy_names
 
-_EXPORTS = {
-    "adapters.adapted_params": ("merge_adapter", "split_adapter", "with_adapter", "with_adapters"),
-    "adapters.adapter": ("Adapter", "LowRank", "init_adapter"),
-    "adapters.peft_files": ("load_adapter", "save_adapter"),
-    "generation.beams": ("BeamOutput", "beam_search"),
-    "cache.kv_cache": ("KVCache", "init_cache"),
-    "config.model_config": ("ModelConfig",),
-    "generation.functional": ("Decoded", "decode_loop", "decode_step", "prefill"),
-    "errors": ("InputError",),
-    "families.reading": ("from_hf",),
-    "families.conversion": ("ParamName", "param_names", "params_from_tensors", "params_to_tensors"),
-    "generation.rollouts": ("PackedRollout", "continue_rows", "pack_rollout", "repeat_rows"),
-    "backends.kernel_report": ("kernels_used",),
-    "generation.state": ("DecodeState",),
-    "generation.entrypoints": ("generate",),
-    "generation.streaming": ("Stream", "stream"),
-    "checkpoint.loading": ("LoadStats", "Model", "load_model"),
-    "checkpoint.saving": ("save_model",),
-    "sampling.logprobs": ("TokenLogprobs",),
-    "embedding": ("embed_texts",),
-    "reranking": ("rerank",),
-    "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
-    "model.taps": ("Tap",),
-    "model.attention_maps": ("attention_weights",),
-    "model.decoder": ("ModelOutput", "forward", "run_model", "unembed"),
-    "model.forward_parts": ("embed_tokens", "final_norm", "hidden_states"),
-    "generation.options": ("GenerateOptions", "GenerateOutput"),
-    "plugins": ("register",),
-    "weights.initialization": ("init_params",),
-    "weights.dequantization": ("dequantize",),
-    "weights.layout": ("shardings",),
-    "weights.resharding": ("reshard",),
-    "weights.stacking": ("stack_layers", "unstack_layers"),
-    "cache.prefix": ("Prefix",),
-    "cache.prefix_files": ("load_prefix", "save_prefix"),
-    "cache.truncation": ("truncate",),
-    "config.rope": ("RopeConfig",),
-    "grammar.automaton": ("Dfa", "dfa"),
-    "sampling.sampling_config": ("SamplingConfig",),
-    "sampling.caller_processors": ("Processor", "SamplingContext"),
-    "generation.scoring": ("Scores", "map_logits", "score", "score_completions"),
-    "stats": ("GenerateStats",),
-    "engine.async_sampling": ("SampleOutput",),
-    "engine.engine": ("Engine",),
-    "engine.engine_options": ("EngineOptions",),
-    "engine.engines": ("Engines",),
-    "engine.answers": ("Answer",),
-    "engine.request_options": ("RequestOptions",),
-    "engine.requests": ("Request",),
-    "engine.statistics": ("EngineStats",),
-    "batch.dataset": ("DatasetGenerator",),
-    "batch.run_batch": ("generate_file",),
-    "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
-    "tool_calls.answer_parser": (
-        "AnswerDelta",
-        "AnswerParser",
-        "ParsedAnswer",
-        "ToolCall",
-        "parse_tool_calls",
-    ),
-    "tool_calls.tool_call_parser": ("ToolCallDelta",),
-    "tokenization.tokenizer": ("Tokenizer",),
-    "tokenization.tool_choice": ("tool_grammar",),
-}
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-
-__all__ = sorted(_MODULE_OF)
+_MOVED = (
+    dict(Engines="engine.engines.Engines", plugin="plugins.load", Processor="LogitsProcessor")
+    | dict(dfa="grammar.compile_dfa", from_hf="ModelConfig.from_hf")
+    | {name: f"KVCache.{name}" for name in ("truncate", "repeat_rows")}
+    | {
+        name: f"{namespace}.{name}"
+        for namespace, names in dict(
+            grammar="Dfa Grammar choice json_object json_schema lark regex",
+            tools="AnswerDelta AnswerParser ParsedAnswer ToolCall ToolCallDelta parse_tool_calls"
+            " tool_grammar",
+            lora="Adapter LowRank init_adapter load_adapter merge_adapter save_adapter split_adapter"
+            " with_adapter with_adapters",
+            params="ParamName dequantize param_names params_from_tensors params_to_tensors reshard shardings"
+            " stack_layers unstack_layers",
+            rollouts="PackedRollout continue_rows map_logits pack_rollout",
+            types="Answer BeamOutput DecodeState Decoded EngineStats GenerateOutput GenerateStats LoadStats"
+            " ModelOutput Prefix Request RopeConfig SampleOutput SamplingContext Scores Stream TextStream"
+            " TokenLogprobs",
+        ).items()
+        for name in names.split()
+    }
+)
+_find, __dir__, __all__ = lazy_names(__name__, __file__, _MOVED)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        value = _version()
-    elif name in _MODULE_OF:
-        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-    elif name == "testing":
-        value = import_module(".testing", __name__)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # later uses find it directly
-    return value
-
-
-def plugin(kind, name):  # without annotations: what it returns may be anything
-    """What `plugins.TABLE` has of this kind and name; None: nothing is plugged in."""
-    return import_module(".plugins", __name__).load(kind, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "testing", "__version__"})
+        globals()[name] = _version()
+        return globals()[name]
+    return _find(name)
 
 
 def _version() -> str:

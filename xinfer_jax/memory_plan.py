@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from . import plugin
+from .registry import plugin
 
 _KEYS = 256  # that a prefill chunk attends to at the same time
 _SAMPLING_BYTES = 28  # of each row and token of the vocabulary, while a token is sampled

@@ -7,8 +7,8 @@ import time
 
 import jax
 
-from . import plugin
 from .memory_plan import MemoryPlan
+from .registry import plugin
 
 
 @dataclasses.dataclass

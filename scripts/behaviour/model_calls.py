@@ -46,7 +46,7 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
     calls["generate a short prompt"] = lambda: generate({}, PROMPT[:3])
     calls["generate a long prompt"] = lambda: generate({}, PROMPT * 30)
     calls["generate after a prefix"] = lambda: generate(
-        dict(prefix=xj.Prefix([PROMPT[:3]], xj.init_cache(config, 1, CAPACITY)))
+        dict(prefix=xj.types.Prefix([PROMPT[:3]], xj.init_cache(config, 1, CAPACITY)))
     )
     beams = dict(plain={}, int8=dict(cache_dtype="int8"), gear=dict(cache_dtype="gear"))
     calls |= {
@@ -99,7 +99,9 @@ def function_calls(model: xj.Model) -> Calls:
     calls: Calls = {
         "forward": forward,
         "forward with a cache": lambda: forward(new_cache()),
-        "forward of stacked layers": lambda: xj.forward(xj.stack_layers(params, config), config, tokens_BT),
+        "forward of stacked layers": lambda: xj.forward(
+            xj.params.stack_layers(params, config), config, tokens_BT
+        ),
         "forward of segments": lambda: forward(segment_ids_BT=tokens_BT),
         "run_model with routes": lambda: run_model(return_routes=True),
         "run_model with a cache and routes": lambda: run_model(cache=new_cache(), return_routes=True),
@@ -120,8 +122,8 @@ def function_calls(model: xj.Model) -> Calls:
         "score": lambda: xj.score(*prompt),
         "score with inputs_BTD": lambda: xj.score(*prompt, inputs_BTD=inputs_BTD),
         "score with return_routes": lambda: xj.score(*prompt, return_routes=True),
-        "repeat_rows": lambda: xj.repeat_rows(new_cache(), 2),
-        "truncate": lambda: xj.truncate(new_cache(), 0),
+        "repeat_rows": lambda: new_cache().repeat_rows(2),
+        "truncate": lambda: new_cache().truncate(0),
     }
     for dtype in (None, "int8", "gear"):
         calls[f"decode_step, cache {dtype}"] = lambda dtype=dtype: xj.decode_step(
@@ -136,21 +138,21 @@ def adapter_calls(model: xj.Model) -> Calls:
     config = model.config
     tokens_BT = np.ones((ROWS, TOKENS), np.int32)
 
-    def adapter(*targets: str) -> xj.Adapter:
-        return xj.init_adapter(config, jax.random.key(0), 2, targets or None)
+    def adapter(*targets: str) -> xj.lora.Adapter:
+        return xj.lora.init_adapter(config, jax.random.key(0), 2, targets or None)
 
     def of_rows(*targets: str) -> Any:
-        return xj.with_adapters(params, [adapter(*targets)] * 2, np.arange(ROWS, dtype=np.int32))
+        return xj.lora.with_adapters(params, [adapter(*targets)] * 2, np.arange(ROWS, dtype=np.int32))
 
     calls: Calls = {
         "init_adapter": lambda: adapter().matrices,
         "forward with adapters of rows": lambda: xj.forward(of_rows(), config, tokens_BT),
     }
     for target in ("q", "gate", "embed", "lm_head", "router", "experts.down", "in_proj"):
-        calls[f"with_adapter {target}"] = lambda of=target: xj.with_adapter(params, adapter(of))
+        calls[f"with_adapter {target}"] = lambda of=target: xj.lora.with_adapter(params, adapter(of))
         calls[f"with_adapters {target}"] = lambda of=target: of_rows(of)
-    calls["merge_adapter"] = lambda: xj.merge_adapter(params, adapter())
-    calls["split_adapter"] = lambda: xj.split_adapter(xj.with_adapter(params, adapter()))[0]
+    calls["merge_adapter"] = lambda: xj.lora.merge_adapter(params, adapter())
+    calls["split_adapter"] = lambda: xj.lora.split_adapter(xj.lora.with_adapter(params, adapter()))[0]
     return calls
 
 

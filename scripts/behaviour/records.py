@@ -59,12 +59,12 @@ def checkpoint_records(work: Path) -> Records:
         found = case_records(folder, draft)
         add(folder.name, found)
         if "load" not in found:
-            configs[folder.name] = xj.from_hf(json.loads((folder / "config.json").read_text()))
+            configs[folder.name] = xj.ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     for kind, formats in (("wide", FORMATS), ("quantized", STORED_FORMATS)):
         for folder in sorted((work / kind).glob("*")):
             add(f"{kind} {folder.name}", file_records(folder, formats))
     for file in sorted((work / "shapes").glob("*.json")):
-        configs[file.stem] = xj.from_hf(json.loads(file.read_text()))
+        configs[file.stem] = xj.ModelConfig.from_hf(json.loads(file.read_text()))
     return records | device_records(configs)
 
 

@@ -84,6 +84,6 @@ def file_records(folder: Path, formats: dict[str, Records]) -> Records:
 
 def adapter_files(model: xj.Model) -> Records:
     """Returns the files of an adapter of rank 2, whose numbers are those of its shapes."""
-    struct = jax.eval_shape(lambda: xj.init_adapter(model.config, jax.random.key(0), 2))
+    struct = jax.eval_shape(lambda: xj.lora.init_adapter(model.config, jax.random.key(0), 2))
     adapter = jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), struct)
-    return saved(lambda path: xj.save_adapter(path, adapter, model.config))
+    return saved(lambda path: xj.lora.save_adapter(path, adapter, model.config))

@@ -130,7 +130,7 @@ def mesh_records(folder: Path, config: xj.ModelConfig) -> Records:
 
     def layout(axis: str, **more: Any) -> dict[str, str]:
         mesh = jax.make_mesh((2,), (axis,))
-        leaves = jax.tree_util.tree_flatten_with_path(xj.shardings(config, mesh, **more))[0]
+        leaves = jax.tree_util.tree_flatten_with_path(xj.params.shardings(config, mesh, **more))[0]
         return {jax.tree_util.keystr(path): str(sharding.spec) for path, sharding in leaves}
 
     def loaded(quantize: str | None) -> Records:

@@ -66,12 +66,12 @@ class Trace:
 
     def __init__(self, model: xj.Model, advance: Callable[[float], None], **settings: Any):
         self.engine = xj.Engine(model, **settings, warm_up=True)
-        self.requests: list[xj.Request] = []
+        self.requests: list[xj.types.Request] = []
         self.steps: list[dict[str, Any]] = []
         self._advance = advance
         self._rows: dict[str, str] = {}
 
-    def submit(self, ids: Any, options: xj.GenerateOptions, **how: Any) -> xj.Request:
+    def submit(self, ids: Any, options: xj.GenerateOptions, **how: Any) -> xj.types.Request:
         """Submits a request, and waits for the first masks of its grammar."""
         self.requests.append(self.engine.submit(ids, options, **how))
         if options.grammar is not None:
@@ -143,12 +143,12 @@ def scheduled(family: str, advance: Callable[[float], None], **settings: Any) ->
 def held(advance: Callable[[float], None]) -> dict[str, Any]:
     """Adapters, processors, vectors and grammars, with updates of adapters and weights between steps."""
     model = xj.load_model()
-    adapters = [xj.init_adapter(model.config, jax.random.key(i), 4) for i in range(3)]
+    adapters = [xj.lora.init_adapter(model.config, jax.random.key(i), 4) for i in range(3)]
     a, b, c = (jax.tree.map(lambda x: x + 0.05, adapter) for adapter in adapters)
     own = processors_and_taps(model.config)
     shape = dict(rows=3, capacity=256, pages=12, chunk=64, time_slice=0.2, max_adapters=4, max_rank=4)
     trace = Trace(model, advance, **shape, **own, adapters=dict(a=a, b=b))
-    grammars = None, xj.regex("[a-z ]{5,60}"), xj.lark('start: (/[a-z ]+/ | "(" start ")")+')
+    grammars = None, xj.grammar.regex("[a-z ]{5,60}"), xj.grammar.lark('start: (/[a-z ]+/ | "(" start ")")+')
     callers = None, dict(less=0.5), dict(noise=0.5, less=0.2)
     names = itertools.cycle((None, "a", "b"))
     changes: list[Callable[[], None]] = [
@@ -183,7 +183,7 @@ def lookup(advance: Callable[[float], None]) -> dict[str, Any]:
     trace = Trace(model, advance, **shape)
     for i in range(9):
         sampling = SAMPLED if i % 2 else xj.SamplingConfig()
-        grammar = xj.regex("(ab|cd)+ [a-z ]{90,99}") if i % 3 == 2 else None
+        grammar = xj.grammar.regex("(ab|cd)+ [a-z ]{90,99}") if i % 3 == 2 else None
         eos_token_ids = None if grammar else ()
         options = xj.GenerateOptions(120, sampling, grammar=grammar, eos_token_ids=eos_token_ids)
         prompt = "Count: 1 2 3 4 5 1 2 3 4 5 1 2 3 " * (1 + i % 3)

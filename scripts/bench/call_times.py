@@ -45,7 +45,7 @@ def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
 
 def main(config_file: str, quantize: str) -> None:
     assert Path.cwd() in Path(xj.__file__).parents, "another checkout is imported"
-    config = xj.from_hf(json.loads(Path(config_file).read_text(encoding="utf-8")))
+    config = xj.ModelConfig.from_hf(json.loads(Path(config_file).read_text(encoding="utf-8")))
     weights = None if quantize == "none" else quantize
     params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), "float32", weights))
     by_name = calls(params, config)

@@ -38,11 +38,11 @@ def main(argv):
     has_stop_V = np.array(["." in model.tokenizer.decode([i]) for i in range(config.vocab_size)])
     options = xj.GenerateOptions(TOKENS, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
     T = max(map(len, prompts)) + TOKENS
-    adapter = xj.init_adapter(config, jax.random.key(1), rank=8)
+    adapter = xj.lora.init_adapter(config, jax.random.key(1), rank=8)
     state = OPTIMIZER.init(adapter)
 
     def loss(adapter, tokens_BT, num_tokens_B, sampled_BT, advantage_B):
-        scores_BT = xj.score(xj.with_adapter(model.params, adapter), config, tokens_BT, num_tokens_B)
+        scores_BT = xj.score(xj.lora.with_adapter(model.params, adapter), config, tokens_BT, num_tokens_B)
         is_sampled_BT = sampled_BT < 0
         change_BT = jnp.where(is_sampled_BT, scores_BT - sampled_BT, 0)
         gain = jnp.mean(jnp.exp(change_BT) * advantage_B[:, None], where=is_sampled_BT)

@@ -41,12 +41,12 @@ def main(argv):
     starts_B = np.array([*map(len, prompts)])
     mask_BT = ((place_BT >= starts_B[:, None]) & (place_BT < num_tokens_B[:, None]))[:, 1:]
     options = xj.GenerateOptions(max_new_tokens=24)
-    adapter = xj.init_adapter(model.config, jax.random.key(0), rank=8)
+    adapter = xj.lora.init_adapter(model.config, jax.random.key(0), rank=8)
     optimizer = optax.adam(1e-2)
     state = optimizer.init(adapter)
 
     def loss(adapter):
-        adapted = xj.with_adapter(model.params, adapter)
+        adapted = xj.lora.with_adapter(model.params, adapter)
         return -jnp.mean(xj.score(adapted, model.config, tokens_BT, num_tokens_B), where=mask_BT)
 
     @jax.jit
@@ -62,7 +62,7 @@ def main(argv):
     trained, all_weights = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (adapter, model.params))
     print(f"trained: {trained} numbers beside {all_weights}")
     with tempfile.TemporaryDirectory() as folder:
-        xj.save_adapter(Path(folder) / "capitals", adapter, model.config)
+        xj.lora.save_adapter(Path(folder) / "capitals", adapter, model.config)
         with xj.Engine(
             model, rows=4, capacity=192, adapters=dict(capitals=Path(folder) / "capitals")
         ) as engine:

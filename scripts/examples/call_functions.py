@@ -53,12 +53,12 @@ def main(argv: list[str]) -> None:
     grammars = [None] * 4  # of as many answers at most
     if len(argv) < 2:
         model.tokenizer.chat_template = TEMPLATE
-        grammars = [xj.tool_grammar(TOOLS, model.tokenizer, name=name) for name in FUNCTIONS]
+        grammars = [xj.tools.tool_grammar(TOOLS, model.tokenizer, name=name) for name in FUNCTIONS]
     messages = [dict(role="user", content=QUESTION)]
     for grammar in grammars:
         ids = xj.encode_prompt(model, messages, tools=TOOLS)
         out = xj.generate(model.params, model.config, [ids], xj.GenerateOptions(100, grammar=grammar))
-        answer = xj.parse_tool_calls(model.tokenizer.decode(out.tokens[0]), TOOLS)
+        answer = xj.tools.parse_tool_calls(model.tokenizer.decode(out.tokens[0]), TOOLS)
         messages.append(answer.to_message())
         if not answer.tool_calls:
             print(answer.content)

@@ -50,9 +50,9 @@ def make_programs(config, has_stop_V, samples, most_tokens):
         logits_RV, prompt_RT, num_tokens_R = (
             jnp.repeat(x, samples, 0) for x in (logits_BV, prompt_BT, num_tokens_B)
         )
-        cache = xj.repeat_rows(cache, samples)
+        cache = cache.repeat_rows(samples)
         how = xj.SamplingConfig(temperature=1.0), config.eos_token_ids, most_tokens
-        packed = xj.pack_rollout(
+        packed = xj.rollouts.pack_rollout(
             prompt_RT, num_tokens_R, xj.decode_loop(params, config, logits_RV, cache, key, *how)
         )
         stops_R = (has_stop_V[packed.tokens_BT[:, 1:]] & packed.mask_BT).sum(1)
@@ -88,7 +88,7 @@ def main(argv):
     sizes = jax.device_count() // shards, shards
     mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     everywhere, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-    reference = params = jax.device_put(model.params, xj.shardings(config, mesh))
+    reference = params = jax.device_put(model.params, xj.params.shardings(config, mesh))
     state = jax.tree.map(
         lambda x: x if x.committed else jax.device_put(x, everywhere), OPTIMIZER.init(params)
     )

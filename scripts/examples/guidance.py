@@ -107,15 +107,15 @@ def main(argv):
         return [tok.decode([*itertools.takewhile(lambda token: token not in eos_ids, row)]) for row in rows]
 
     for scale in (0.0, 1.0, 2.0):
-        print(f"scale {scale}:", decode(processors=[(xj.Processor(None, guide), scale)]))
-    print("drawn:", decode(1.0, processors=[(xj.Processor(None, guide), 0.5)], sample=draw_for_pairs))
+        print(f"scale {scale}:", decode(processors=[(xj.LogitsProcessor(None, guide), scale)]))
+    print("drawn:", decode(1.0, processors=[(xj.LogitsProcessor(None, guide), 0.5)], sample=draw_for_pairs))
     few = config.num_hidden_layers // 2  # the amateur: half of the expert
     amateur = dataclasses.replace(config, num_hidden_layers=few, layers=config.layers[:few])
     trees = params, params | dict(layers=params["layers"][:few])
     tokens_BN = contrastive_tokens(trees, (config, amateur), tokens_BT, num_tokens_B, eos_ids, 16)
     print("contrastive:", words(tokens_BN))
     unlikely = sequence_biases({tuple(tok.encode(" Madrid")): -20.0}, len(ids))
-    print("another city:", decode(processors=[(xj.Processor(None, sequence_bias), unlikely)]))
+    print("another city:", decode(processors=[(xj.LogitsProcessor(None, sequence_bias), unlikely)]))
 
 
 if __name__ == "__main__":

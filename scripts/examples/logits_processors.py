@@ -84,7 +84,7 @@ def green_tokens(secret, token_B, vocab_size):
 
 
 SECRET = 42
-watermark = xj.Processor(
+watermark = xj.LogitsProcessor(
     lambda strength_B, context: dict(strength=strength_B, last=jnp.zeros_like(context.position_B)),
     lambda state, logits_BV, context: (
         logits_BV + state["strength"][:, None] * green_tokens(SECRET, state["last"], logits_BV.shape[1])
@@ -102,12 +102,12 @@ def watermark_score(tokens, vocab_size):
 
 FEW_REPEATS = dict(multiplier=0.8, base=1.75, allowed_length=2)
 PROCESSORS = {
-    "epsilon": (xj.Processor(None, epsilon, last=True), 0.05),
-    "eta": (xj.Processor(None, eta, last=True), 0.05),
-    "top-n-sigma": (xj.Processor(None, top_n_sigma), 1.0),
-    "XTC": (xj.Processor(None, xtc, last=True), dict(probability=0.5, threshold=0.1)),
-    "ends early": (xj.Processor(None, longer_ends), dict(start=4, factor=1.5)),
-    "DRY": (xj.Processor(None, dry), FEW_REPEATS),
+    "epsilon": (xj.LogitsProcessor(None, epsilon, last=True), 0.05),
+    "eta": (xj.LogitsProcessor(None, eta, last=True), 0.05),
+    "top-n-sigma": (xj.LogitsProcessor(None, top_n_sigma), 1.0),
+    "XTC": (xj.LogitsProcessor(None, xtc, last=True), dict(probability=0.5, threshold=0.1)),
+    "ends early": (xj.LogitsProcessor(None, longer_ends), dict(start=4, factor=1.5)),
+    "DRY": (xj.LogitsProcessor(None, dry), FEW_REPEATS),
     "watermark": (watermark, 4.0),
 }
 

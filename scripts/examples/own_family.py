@@ -39,9 +39,9 @@ CONFIG = dict(
 
 def main(argv: list[str]) -> None:
     xj.register("family", "parrot", PARROT)
-    config = xj.from_hf(CONFIG)
+    config = xj.ModelConfig.from_hf(CONFIG)
     params = xj.init_params(config, jax.random.key(0), "float32")
-    tensors = xj.params_to_tensors(params, config)
+    tensors = xj.params.params_to_tensors(params, config)
     print(*(name for name in tensors if ".0." in name), sep="\n")
 
     # Everything works with it: gradients, quantized weights, engines, files.
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     options = xj.GenerateOptions(8, eos_token_ids=())
     answer = xj.generate(params, config, tokens_BT, options)
     print("tokens:", *answer.tokens[0])
-    again = xj.params_from_tensors(config, {name: np.asarray(x) for name, x in tensors.items()})
+    again = xj.params.params_from_tensors(config, {name: np.asarray(x) for name, x in tensors.items()})
     assert xj.generate(again, config, tokens_BT, options).tokens == answer.tokens
 
 

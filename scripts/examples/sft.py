@@ -76,7 +76,7 @@ def main(argv):
 
         mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
         (shapes, state_shapes) = jax.eval_shape(lambda: (model.params, optimizer.init(model.params)))
-        target = jax.tree.map(shape_on, shapes, xj.shardings(model.config, mesh)), state_shapes
+        target = jax.tree.map(shape_on, shapes, xj.params.shardings(model.config, mesh)), state_shapes
         params, state = ocp.StandardCheckpointer().restore(kept, target)  # each device reads its part
         for _ in range(STEPS - BREAK):
             value, params, state = step(params, state)

@@ -59,7 +59,7 @@ def from_tunix_qwen3(state: dict, config: xj.ModelConfig) -> dict:
         own |= {f"mlp.{x}_proj": layer["mlp"][f"{x}_proj"]["kernel"].T for x in ("gate", "up", "down")}
         own |= {name: layer[theirs]["w"] for name, theirs in _LAYER_NORMS.items()}
         tensors |= {f"model.layers.{i}.{name}.weight": x for name, x in own.items()}
-    return xj.params_from_tensors(config, tensors)
+    return xj.params.params_from_tensors(config, tensors)
 
 
 def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
@@ -78,7 +78,7 @@ def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
         own |= {f"mlp.{x}_proj": layer["mlp"][f"{x}_proj"]["kernel"].T for x in ("gate", "up", "down")}
         own |= {name: layer[theirs]["scale"] for name, theirs in _GEMMA_NORMS.items()}
         tensors |= {f"model.layers.{i}.{name}.weight": x for name, x in own.items()}
-    return xj.params_from_tensors(config, tensors)
+    return xj.params.params_from_tensors(config, tensors)
 
 
 def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
@@ -99,7 +99,7 @@ def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
         own |= {f"mlp.{x}_proj": layer["mlp"][y]["kernel"].T for x, y in _MAXTEXT_MLP.items()}
         own |= {name: layer[theirs]["scale"] for name, theirs in _MAXTEXT_NORMS.items()}
         tensors |= {f"model.layers.{i}.{name}.weight": x for name, x in own.items()}
-    return xj.params_from_tensors(config, tensors)
+    return xj.params.params_from_tensors(config, tensors)
 
 
 def tunix_qwen3() -> dict:
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
         (from_tunix_gemma3, tunix_gemma3(), GEMMA3),
         (from_maxtext_qwen3, maxtext_qwen3(), QWEN3),
     ):
-        config = xj.from_hf(hf)
+        config = xj.ModelConfig.from_hf(hf)
         theirs = jax.tree.map(_draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
         to_ours = jax.jit(partial(convert, config=config))
         params = to_ours(theirs)

@@ -97,12 +97,12 @@ def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
             context.key_B
         )
 
-    less = xj.Processor(
+    less = xj.LogitsProcessor(
         lambda by_B, context: dict(by=by_B, count=jnp.zeros(context.seen_BV.shape, jnp.int32)),
         lambda state, logits_BV, context: logits_BV - state["by"][:, None] * state["count"],
         count,
     )
-    noise = xj.Processor(None, add_noise, last=True)
+    noise = xj.LogitsProcessor(None, add_noise, last=True)
     vector = np.random.default_rng(0).standard_normal(config.hidden_size)
     return dict(processors=dict(less=(less, 0.0), noise=(noise, 0.0)), taps=dict(up={0: vector, 1: vector}))
 
@@ -189,7 +189,7 @@ def outcome(request) -> tuple:
     return out, request.prompt_logprobs
 
 
-def answer_of(request: xj.Request) -> tuple[list[int], list[float]]:
+def answer_of(request: xj.types.Request) -> tuple[list[int], list[float]]:
     """Tokens of a request with one answer, and their log-probabilities."""
     out = request.result()
     return out.tokens[0], out.logprobs[0]

@@ -33,7 +33,7 @@ forward = jax.jit(xj.forward, static_argnums=1)
 
 def random_adapter(seed, rank, **how):
     draws = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: xj.init_adapter(CONFIG, jax.random.key(seed), rank, **how))
+    shapes = jax.eval_shape(lambda: xj.lora.init_adapter(CONFIG, jax.random.key(seed), rank, **how))
     return jax.tree.map(lambda x: jnp.asarray(draws.standard_normal(x.shape, np.float32) / 8), shapes)
 
 
@@ -46,20 +46,20 @@ def logits(params):
 
 @pytest.mark.full
 def test_a_new_adapter_changes_nothing():
-    adapter = xj.init_adapter(CONFIG, jax.random.key(0), 4)
-    np.testing.assert_array_equal(logits(xj.with_adapter(PARAMS, adapter)), logits(PARAMS))
+    adapter = xj.lora.init_adapter(CONFIG, jax.random.key(0), 4)
+    np.testing.assert_array_equal(logits(xj.lora.with_adapter(PARAMS, adapter)), logits(PARAMS))
     assert {path.rsplit(".", 1)[1] for path in adapter.matrices} == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 @pytest.mark.parametrize("quantize", full_except([None], [None, "int8", "int4"]))
 def test_rows_have_their_own_adapters(quantize):
     params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
-    alone = [logits(params), *(logits(xj.with_adapter(params, adapter)) for adapter in ADAPTERS)]
-    together = logits(xj.with_adapters(params, ADAPTERS, np.array([1, -1, 0])))
+    alone = [logits(params), *(logits(xj.lora.with_adapter(params, adapter)) for adapter in ADAPTERS)]
+    together = logits(xj.lora.with_adapters(params, ADAPTERS, np.array([1, -1, 0])))
     for row, which in enumerate((2, 0, 1)):
         np.testing.assert_allclose(together[row], alone[which][row], atol=1e-5)
     assert np.abs(alone[1] - alone[0]).max() > 0.1
-    swapped = logits(xj.with_adapters(params, ADAPTERS, np.array([1, 0, -1])))
+    swapped = logits(xj.lora.with_adapters(params, ADAPTERS, np.array([1, 0, -1])))
     np.testing.assert_array_equal(swapped[0], together[0])  # others change no bit
 
 
@@ -68,26 +68,26 @@ def test_adapters_of_several_dtypes_are_each_as_alone():
     """Float32 next to bfloat16, with a scale that bfloat16 rounds, in either order."""
     wide = random_adapter(1, 4, targets=["q"], alpha=7)
     narrow = jax.tree.map(lambda x: x.astype("bfloat16"), wide)
-    alone = [logits(xj.with_adapter(PARAMS, adapter)) for adapter in (wide, narrow)]
+    alone = [logits(xj.lora.with_adapter(PARAMS, adapter)) for adapter in (wide, narrow)]
     assert np.abs(alone[0] - alone[1]).max() > 1e-4
     for adapters, own_B in (([wide, narrow], [0, 1, 1]), ([narrow, wide], [1, 0, 0])):
-        together = logits(xj.with_adapters(PARAMS, adapters, np.array(own_B)))
+        together = logits(xj.lora.with_adapters(PARAMS, adapters, np.array(own_B)))
         expected = np.stack([alone[0][0], alone[1][1], alone[1][2]])
         np.testing.assert_allclose(together, expected, atol=1e-5)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
     for other, dtype in ((narrow, "bfloat16"), (wide, "float32")):
-        stacked = xj.with_adapters(params, [narrow, other], np.arange(2))["layers"][0]["q"]["weight"]
+        stacked = xj.lora.with_adapters(params, [narrow, other], np.arange(2))["layers"][0]["q"]["weight"]
         assert stacked.lora_a.dtype == stacked.lora_b.dtype == dtype
 
 
 @pytest.mark.full
 def test_merged_split_stacked_and_generated():
     adapter = ADAPTERS[1]
-    adapted = xj.with_adapter(PARAMS, adapter)
-    merged = xj.merge_adapter(PARAMS, adapter)
+    adapted = xj.lora.with_adapter(PARAMS, adapter)
+    merged = xj.lora.merge_adapter(PARAMS, adapter)
     np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
-    np.testing.assert_allclose(logits(xj.stack_layers(adapted, CONFIG)), logits(adapted), atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, xj.split_adapter(adapted), (PARAMS, adapter))
+    np.testing.assert_allclose(logits(xj.params.stack_layers(adapted, CONFIG)), logits(adapted), atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.split_adapter(adapted), (PARAMS, adapter))
     call = xj.GenerateOptions(6, eos_token_ids=())
     tokens = [xj.generate(params, CONFIG, [[5, 6, 7]], call).tokens for params in (adapted, merged)]
     assert tokens[0] == tokens[1]
@@ -106,7 +106,7 @@ def test_embedding_and_head(tmp_path, targets, quantize):
     params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
     adapter = random_adapter(4, 3, targets=targets)
     assert set(for_all_rows_only(adapter)) == {*targets} - {"q", "down"}
-    adapted = xj.with_adapter(params, adapter)
+    adapted = xj.lora.with_adapter(params, adapter)
     ids = np.arange(96)
     hidden = np.eye(48, dtype=np.float32)
     plain, found = (
@@ -115,15 +115,15 @@ def test_embedding_and_head(tmp_path, targets, quantize):
     for x, y, name in zip(plain, found, ("embed", "lm_head"), strict=True):
         pair = adapter.matrices.get(name) or ("lm_head" not in targets and adapter.matrices["embed"])
         np.testing.assert_allclose(y, x + (pair[1] @ pair[0] if pair else 0), atol=2e-2 if quantize else 1e-5)
-    (base, again) = xj.split_adapter(adapted)
+    (base, again) = xj.lora.split_adapter(adapted)
     jax.tree.map(np.testing.assert_array_equal, (base, again), (params, again))
     assert {path for path, pair in again.matrices.items() if pair.a.size} == {*adapter.matrices}
-    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
     jax.tree.map(
-        np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
+        np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
     )
     if quantize is None:
-        merged = xj.merge_adapter(params, adapter)
+        merged = xj.lora.merge_adapter(params, adapter)
         np.testing.assert_allclose(logits(merged), logits(adapted), atol=1e-5)
         if "lm_head" in targets:
             with pytest.raises(xj.InputError, match="another matrix than the embedding"):
@@ -134,40 +134,40 @@ def test_embedding_and_head(tmp_path, targets, quantize):
 
 
 MOE = CASES["moe-some-layers-dense"].config
-ONE_LAYER = xj.from_hf(CASES["moe-defaults"].hf | dict(num_hidden_layers=1))
+ONE_LAYER = xj.ModelConfig.from_hf(CASES["moe-defaults"].hf | dict(num_hidden_layers=1))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_experts_and_routers(tmp_path, quantize):
     params = xj.init_params(ONE_LAYER, jax.random.key(0), "float32", quantize)
-    adapter = xj.init_adapter(
+    adapter = xj.lora.init_adapter(
         ONE_LAYER, jax.random.key(1), 3, ["experts.gate", "experts.up", "experts.down", "router"]
     )
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapter)
     assert adapter.matrices["layers.0.experts.down"].b.shape == (6, 48, 3)
     assert [*adapter.matrices] == for_all_rows_only(adapter)
-    xj.save_adapter(tmp_path / "a", adapter, ONE_LAYER)
-    loaded = xj.load_adapter(ONE_LAYER, tmp_path / "a")  # gate and up have one `a` there, of both ranks
-    trees = [xj.with_adapter(params, x) for x in (adapter, loaded)]
-    trees += [] if quantize else [xj.merge_adapter(params, adapter)]
+    xj.lora.save_adapter(tmp_path / "a", adapter, ONE_LAYER)
+    loaded = xj.lora.load_adapter(ONE_LAYER, tmp_path / "a")  # gate and up have one `a` there, of both ranks
+    trees = [xj.lora.with_adapter(params, x) for x in (adapter, loaded)]
+    trees += [] if quantize else [xj.lora.merge_adapter(params, adapter)]
     (found, *others) = [np.asarray(forward(tree, ONE_LAYER, TOKENS)[0]) for tree in trees]
     for other in others:
         np.testing.assert_allclose(other, found, atol=3e-5)
     assert np.abs(found - forward(params, ONE_LAYER, TOKENS)[0]).max() > 0.1
     one = forward(trees[0], ONE_LAYER, TOKENS[:1, :1])[0]  # reads the chosen experts only
     np.testing.assert_allclose(one[0], found[0, :1], atol=3e-2 if quantize else 3e-5)
-    jax.tree.map(np.testing.assert_array_equal, xj.split_adapter(trees[0]), (params, adapter))
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.split_adapter(trees[0]), (params, adapter))
     with pytest.raises(xj.InputError, match="one adapter for all rows only"):
-        xj.with_adapters(params, [adapter], np.zeros(3, np.int32))
+        xj.lora.with_adapters(params, [adapter], np.zeros(3, np.int32))
 
 
 @pytest.mark.full
 def test_files_with_a_module_for_each_expert(tmp_path):
     """Those of PEFT beside transformers 4."""
-    adapter = xj.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
+    adapter = xj.lora.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
-    xj.save_adapter(tmp_path / "a", adapter, MOE)
+    xj.lora.save_adapter(tmp_path / "a", adapter, MOE)
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text()) | dict(target_parameters=None, target_modules=["up_proj", "gate"])
     file.write_text(json.dumps(settings))
@@ -184,7 +184,7 @@ def test_files_with_a_module_for_each_expert(tmp_path):
         name = f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_"
         tensors |= {f"{name}A.weight": np.ones((3, 48), "f4"), f"{name}B.weight": np.ones((80, 3), "f4")}
     save_file(tensors, weights)
-    loaded = xj.load_adapter(MOE, tmp_path / "a").matrices
+    loaded = xj.lora.load_adapter(MOE, tmp_path / "a").matrices
     jax.tree.map(
         np.testing.assert_array_equal, {path: loaded[path] for path in adapter.matrices}, adapter.matrices
     )
@@ -192,73 +192,75 @@ def test_files_with_a_module_for_each_expert(tmp_path):
     file.write_text(json.dumps(settings | dict(exclude_modules=r".*experts\.4\..*")))
     save_file({name: x for name, x in tensors.items() if "experts.4" not in name}, weights)
     with pytest.raises(xj.InputError, match="all experts of a layer"):
-        xj.load_adapter(MOE, tmp_path / "a")
+        xj.lora.load_adapter(MOE, tmp_path / "a")
 
 
 @pytest.mark.full
 def test_norms_are_replaced(tmp_path):
     names = ["final_norm", "layers.1.mlp_norm"]
     adapter = dataclasses.replace(ADAPTERS[0], norms={name: jnp.arange(48.0) / 24 for name in names})
-    found = logits(xj.with_adapter(PARAMS, adapter))
-    np.testing.assert_allclose(logits(xj.merge_adapter(PARAMS, adapter)), found, atol=1e-5)
+    found = logits(xj.lora.with_adapter(PARAMS, adapter))
+    np.testing.assert_allclose(logits(xj.lora.merge_adapter(PARAMS, adapter)), found, atol=1e-5)
     own = PARAMS | dict(final_norm=adapter.norms["final_norm"])
     own["layers"] = PARAMS["layers"][0], PARAMS["layers"][1] | dict(mlp_norm=own["final_norm"])
-    np.testing.assert_array_equal(logits(xj.with_adapter(own, ADAPTERS[0])), found)
+    np.testing.assert_array_equal(logits(xj.lora.with_adapter(own, ADAPTERS[0])), found)
     narrow = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
-    assert xj.with_adapter(narrow, adapter)["final_norm"].dtype == "bfloat16"
-    gradient = jax.grad(lambda adapter: xj.score(xj.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum())(
-        adapter
-    )
+    assert xj.lora.with_adapter(narrow, adapter)["final_norm"].dtype == "bfloat16"
+    gradient = jax.grad(
+        lambda adapter: xj.score(xj.lora.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum()
+    )(adapter)
     assert all(np.abs(x).max() > 0 for x in gradient.norms.values())
-    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").norms, adapter.norms)
+    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(
+        np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "a").norms, adapter.norms
+    )
     assert {*for_all_rows_only(adapter)} == {*names}
     for name, size in (("layers.0.q", 48), ("final_norm", 3), ("layers.9.attn_norm", 48)):
         norms = {name: jnp.ones(size)}
         with pytest.raises(xj.InputError, match="is no norm"):
-            xj.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
+            xj.lora.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
 
 
 @pytest.mark.full
 def test_vmap_takes_adapters():
     config = CASES["phi3-defaults"].config
     params = xj.init_params(config, jax.random.key(0), "float32")
-    adapters = [xj.init_adapter(config, jax.random.key(seed), 3) for seed in (1, 2)]
+    adapters = [xj.lora.init_adapter(config, jax.random.key(seed), 3) for seed in (1, 2)]
     adapters = [jax.tree.map(lambda x: x + 0.1, adapter) for adapter in adapters]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *adapters)
-    found = jax.vmap(lambda x: xj.forward(xj.with_adapter(params, x), config, TOKENS[:1])[0][0])(stacked)
+    found = jax.vmap(lambda x: xj.forward(xj.lora.with_adapter(params, x), config, TOKENS[:1])[0][0])(stacked)
     for i, adapter in enumerate(adapters):
-        wanted = forward(xj.with_adapter(params, adapter), config, TOKENS[:1])[0][0]
+        wanted = forward(xj.lora.with_adapter(params, adapter), config, TOKENS[:1])[0][0]
         np.testing.assert_allclose(found[i], wanted, atol=1e-4)
 
 
 def test_a_prefix_belongs_to_one_adapter():
     """Of other numbers, or of another scale alone."""
     (adapter, other) = ADAPTERS
-    scaled = xj.Adapter(adapter.matrices, tuple(2 * scale for scale in adapter.scales))
-    trees = [PARAMS, *(xj.with_adapter(PARAMS, each) for each in (adapter, other, scaled))]
+    scaled = xj.lora.Adapter(adapter.matrices, tuple(2 * scale for scale in adapter.scales))
+    trees = [PARAMS, *(xj.lora.with_adapter(PARAMS, each) for each in (adapter, other, scaled))]
     assert len({fingerprint(tree, CONFIG) for tree in trees}) == 4
-    again = xj.with_adapter(PARAMS, jax.tree.map(np.array, adapter))
+    again = xj.lora.with_adapter(PARAMS, jax.tree.map(np.array, adapter))
     assert fingerprint(again, CONFIG) == fingerprint(trees[1], CONFIG)
 
 
 def test_files(tmp_path):
     for i, adapter in enumerate(ADAPTERS):
-        xj.save_adapter(tmp_path / str(i), adapter, CONFIG)
-        again = xj.load_adapter(CONFIG, tmp_path / str(i))
+        xj.lora.save_adapter(tmp_path / str(i), adapter, CONFIG)
+        again = xj.lora.load_adapter(CONFIG, tmp_path / str(i))
         assert again.scales == pytest.approx(adapter.scales)
         jax.tree.map(np.testing.assert_array_equal, again.matrices, adapter.matrices)
-    narrow = xj.load_adapter(CONFIG, tmp_path / "1", dtype="bfloat16")
+    narrow = xj.lora.load_adapter(CONFIG, tmp_path / "1", dtype="bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"bfloat16"}
-    xj.save_adapter(tmp_path / "narrow", narrow, CONFIG)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "narrow"), narrow)
+    xj.lora.save_adapter(tmp_path / "narrow", narrow, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "narrow"), narrow)
     zero = random_adapter(3, 2, targets=["q"], alpha=0)
-    xj.save_adapter(tmp_path / "zero", zero, CONFIG)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "zero"), zero)
+    xj.lora.save_adapter(tmp_path / "zero", zero, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "zero"), zero)
     with pytest.raises(xj.InputError, match="exists"):
-        xj.save_adapter(tmp_path / "0", adapter, CONFIG)
+        xj.lora.save_adapter(tmp_path / "0", adapter, CONFIG)
     with pytest.raises(xj.InputError, match="no matrices"):
-        xj.save_adapter(tmp_path / "empty", xj.Adapter({}, ()), CONFIG)
+        xj.lora.save_adapter(tmp_path / "empty", xj.lora.Adapter({}, ()), CONFIG)
 
 
 REJECTED = {
@@ -281,25 +283,25 @@ REJECTED = {
 
 @pytest.mark.parametrize("field", REJECTED)
 def test_settings_that_are_rejected_by_name(tmp_path, field):
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_config.json"
     (value, message) = REJECTED[field]
     file.write_text(json.dumps(json.loads(file.read_text()) | {field.strip(): value}))
     with pytest.raises(xj.InputError, match=message):
-        xj.load_adapter(CONFIG, tmp_path / "a")
+        xj.lora.load_adapter(CONFIG, tmp_path / "a")
 
 
 def test_the_model_that_an_adapter_is_of(tmp_path):
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG, base="owner/base-1B")
+    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG, base="owner/base-1B")
     with pytest.warns(UserWarning, match="an adapter of 'owner/base-1B', the model is '/models/other'"):
-        xj.load_adapter(CONFIG, tmp_path / "a", base="/models/other")
+        xj.lora.load_adapter(CONFIG, tmp_path / "a", base="/models/other")
     with warnings.catch_warnings(action="error"):
         for base in (None, "owner/base-1B", "/models/base-1B/"):
-            xj.load_adapter(CONFIG, tmp_path / "a", base=base)
+            xj.lora.load_adapter(CONFIG, tmp_path / "a", base=base)
 
 
 def test_tensors_that_do_not_fit(tmp_path):
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     names = sorted(tensors)
@@ -313,19 +315,19 @@ def test_tensors_that_do_not_fit(tmp_path):
     ):
         save_file({name: x for name, x in (tensors | change).items() if x is not None}, file)
         with pytest.raises(xj.InputError, match=message):
-            xj.load_adapter(CONFIG, tmp_path / "a")
+            xj.lora.load_adapter(CONFIG, tmp_path / "a")
     file.unlink()
     with pytest.raises(xj.InputError, match="adapter_model.safetensors"):
-        xj.load_adapter(CONFIG, tmp_path / "a")
+        xj.lora.load_adapter(CONFIG, tmp_path / "a")
     with pytest.raises(xj.InputError, match="holds no adapter_config.json"):
-        xj.load_adapter(CONFIG, tmp_path)
+        xj.lora.load_adapter(CONFIG, tmp_path)
 
 
 @pytest.mark.parametrize("rows", [96, 100])
 def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
     """PEFT saves the embedding and the head beside the adapter, or also what it adds to them."""
-    adapter = xj.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
-    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    adapter = xj.lora.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
+    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     matrix = np.zeros((rows, 48), np.float32)
@@ -341,41 +343,41 @@ def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
         save_file(tensors | {prefix + name: np.ascontiguousarray(x) for name, x in changes.items()}, file)
         if rows != 96:
             with pytest.raises(xj.InputError, match=resized):
-                xj.load_adapter(CONFIG, tmp_path / "a")
+                xj.lora.load_adapter(CONFIG, tmp_path / "a")
         elif "lm_head.weight" in changes:
             with pytest.raises(xj.InputError, match="it has the whole .*merge_and_unload"):
-                xj.load_adapter(CONFIG, tmp_path / "a")
+                xj.lora.load_adapter(CONFIG, tmp_path / "a")
         else:
-            xj.load_adapter(CONFIG, tmp_path / "a")
+            xj.lora.load_adapter(CONFIG, tmp_path / "a")
 
 
 def test_patterns_and_numbers_of_the_settings(tmp_path, monkeypatch):
     """Flags of a pattern are its own; a huge number is no scale; patterns take bounded time."""
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | dict(target_modules="(?i).*[QO]_PROJ")))
-    assert xj.load_adapter(CONFIG, tmp_path / "a").scales == ADAPTERS[0].scales
+    assert xj.lora.load_adapter(CONFIG, tmp_path / "a").scales == ADAPTERS[0].scales
     for change in (dict(r=10**400), dict(lora_alpha=10**400), dict(alpha_pattern=dict(q_proj=1e300))):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(xj.InputError, match="of model.layers.0.self_attn"):
-            xj.load_adapter(CONFIG, tmp_path / "a")
+            xj.lora.load_adapter(CONFIG, tmp_path / "a")
     monkeypatch.setattr(peft_config, "_SECONDS", 0.3)
     slow = r"([\w.]+)+!"
     layers = dict(layers_pattern=[slow], layers_to_transform=[0], target_modules=["q_proj"])
     for change in (dict(target_modules=slow), dict(rank_pattern={slow: 4}), layers):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(xj.InputError, match="more than 0.3 s"):
-            xj.load_adapter(CONFIG, tmp_path / "a")
+            xj.lora.load_adapter(CONFIG, tmp_path / "a")
 
 
 def test_headers_are_compared_before_tensors_are_read(tmp_path, monkeypatch):
     """A file without blocks on the disk may hold matrices of any rank; a header, any number of tensors."""
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
-    assert xj.load_adapter(CONFIG, tmp_path / "a", max_rank=4).scales == ADAPTERS[0].scales
+    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    assert xj.lora.load_adapter(CONFIG, tmp_path / "a", max_rank=4).scales == ADAPTERS[0].scales
     monkeypatch.setattr(peft_files, "_read_array", None)
     with pytest.raises(xj.InputError, match="it has rank 4, and max_rank is 3"):
-        xj.load_adapter(CONFIG, tmp_path / "a", max_rank=3)
+        xj.lora.load_adapter(CONFIG, tmp_path / "a", max_rank=3)
     model = xj.Model(PARAMS, CONFIG)
     with pytest.raises(xj.InputError, match="it has rank 4, and max_rank is 2"):
         xj.Engine(model, adapters=dict(a=tmp_path / "a"), max_rank=2)
@@ -383,33 +385,39 @@ def test_headers_are_compared_before_tensors_are_read(tmp_path, monkeypatch):
     file = tmp_path / "a" / "adapter_model.safetensors"
     file.write_bytes((2**19).to_bytes(8, "little") + b"{" * 2**19)
     with pytest.raises(xj.InputError, match="header of 524288 bytes, the limit is"):
-        xj.load_adapter(CONFIG, tmp_path / "a")
+        xj.lora.load_adapter(CONFIG, tmp_path / "a")
 
 
 def test_calls_that_do_not_fit():
     (small, large) = ADAPTERS
-    adapted = xj.with_adapter(PARAMS, small)
-    other = xj.Adapter({"layers.0.q": xj.LowRank(jnp.zeros((2, 3)), jnp.zeros((4, 2)))}, (1.0,))
-    one_layer = xj.Adapter({"layers.0.q": small.matrices["layers.0.q"]}, (1.0,))
+    adapted = xj.lora.with_adapter(PARAMS, small)
+    other = xj.lora.Adapter({"layers.0.q": xj.lora.LowRank(jnp.zeros((2, 3)), jnp.zeros((4, 2)))}, (1.0,))
+    one_layer = xj.lora.Adapter({"layers.0.q": small.matrices["layers.0.q"]}, (1.0,))
     quantized = xj.init_params(CONFIG, jax.random.key(0), quantize="int8")
     for call, message in (
-        (lambda: xj.with_adapter(adapted, large), "has an adapter already"),
-        (lambda: xj.with_adapter(PARAMS, other), r"layers.0.q \[48, 48\] has a \[2, 3\] and b \[4, 2\]"),
-        (lambda: xj.with_adapter(PARAMS, PARAMS), "got dict"),
-        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([0.5])), "integers"),
-        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([[0]])), "shape"),
-        (lambda: xj.with_adapter(PARAMS, xj.Adapter(small.matrices, (1.0,))), "1 scales"),
-        (lambda: xj.split_adapter(xj.stack_layers(adapted, CONFIG)), "not stacked"),
-        (lambda: xj.stack_layers(xj.with_adapter(PARAMS, one_layer), CONFIG), "layers of one kind"),
-        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 4, alpha=np.nan), "finite"),
-        (lambda: xj.with_adapters(PARAMS, [], np.array([0])), "at least one"),
-        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([2])), "from -1 to 1"),
-        (lambda: xj.split_adapter(PARAMS), "with_adapter"),
-        (lambda: xj.split_adapter(xj.with_adapters(PARAMS, ADAPTERS, np.array([0]))), "with_adapter"),
-        (lambda: xj.merge_adapter(quantized, small), "quantized"),
-        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 4, ["w1"]), "'w1'"),
-        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 0), "rank"),
-        (lambda: logits(xj.with_adapters(PARAMS, ADAPTERS, np.array([0, 1]))), "rows"),
+        (lambda: xj.lora.with_adapter(adapted, large), "has an adapter already"),
+        (lambda: xj.lora.with_adapter(PARAMS, other), r"layers.0.q \[48, 48\] has a \[2, 3\] and b \[4, 2\]"),
+        (lambda: xj.lora.with_adapter(PARAMS, PARAMS), "got dict"),
+        (lambda: xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([0.5])), "integers"),
+        (lambda: xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([[0]])), "shape"),
+        (lambda: xj.lora.with_adapter(PARAMS, xj.lora.Adapter(small.matrices, (1.0,))), "1 scales"),
+        (lambda: xj.lora.split_adapter(xj.params.stack_layers(adapted, CONFIG)), "not stacked"),
+        (
+            lambda: xj.params.stack_layers(xj.lora.with_adapter(PARAMS, one_layer), CONFIG),
+            "layers of one kind",
+        ),
+        (lambda: xj.lora.init_adapter(CONFIG, jax.random.key(0), 4, alpha=np.nan), "finite"),
+        (lambda: xj.lora.with_adapters(PARAMS, [], np.array([0])), "at least one"),
+        (lambda: xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([2])), "from -1 to 1"),
+        (lambda: xj.lora.split_adapter(PARAMS), "with_adapter"),
+        (
+            lambda: xj.lora.split_adapter(xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([0]))),
+            "with_adapter",
+        ),
+        (lambda: xj.lora.merge_adapter(quantized, small), "quantized"),
+        (lambda: xj.lora.init_adapter(CONFIG, jax.random.key(0), 4, ["w1"]), "'w1'"),
+        (lambda: xj.lora.init_adapter(CONFIG, jax.random.key(0), 0), "rank"),
+        (lambda: logits(xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([0, 1]))), "rows"),
         (lambda: xj.save_model("/nowhere/x", adapted, CONFIG), "adapter"),
     ):
         with pytest.raises(xj.InputError, match=message):
@@ -420,18 +428,18 @@ def test_calls_that_do_not_fit():
 def test_key_heads_that_a_mesh_repeats(tmp_path, case):
     """Files and adapters have them once; `with_adapter` repeats them."""
     hf = CASES["phi3-defaults"].hf | dict(num_key_value_heads=2)
-    config = xj.from_hf(hf) if case == "phi3-gqa" else CONFIG
-    adapter = xj.init_adapter(config, jax.random.key(0), 3)
+    config = xj.ModelConfig.from_hf(hf) if case == "phi3-gqa" else CONFIG
+    adapter = xj.lora.init_adapter(config, jax.random.key(0), 3)
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
-    xj.save_adapter(tmp_path / "a", adapter, config)
+    xj.lora.save_adapter(tmp_path / "a", adapter, config)
     repeated = with_repeated_kv_heads(config, 4)
-    loaded = xj.load_adapter(repeated, tmp_path / "a")
-    jax.tree.map(np.testing.assert_array_equal, loaded, xj.load_adapter(config, tmp_path / "a"))
-    xj.save_adapter(tmp_path / "b", loaded, repeated)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(config, tmp_path / "b"), loaded)
+    loaded = xj.lora.load_adapter(repeated, tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, loaded, xj.lora.load_adapter(config, tmp_path / "a"))
+    xj.lora.save_adapter(tmp_path / "b", loaded, repeated)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(config, tmp_path / "b"), loaded)
     other = dataclasses.replace(config, num_attention_heads=8)
     with pytest.raises(xj.InputError, match="has other sizes in the adapter"):
-        xj.save_adapter(tmp_path / "c", adapter, other)
+        xj.lora.save_adapter(tmp_path / "c", adapter, other)
 
 
 @pytest.mark.full
@@ -441,44 +449,44 @@ def test_models_whose_inputs_are_rotated(tmp_path):
     plain = xj.load_model(source, "float32")
     rotated = xj.load_model(source, "float32", quantize="int8", activations="int8")
     targets = ["q", "k", "v", "o", "gate", "up", "down", "embed"]
-    adapter = xj.init_adapter(rotated.config, jax.random.key(0), 4, targets)
+    adapter = xj.lora.init_adapter(rotated.config, jax.random.key(0), 4, targets)
     noise = iter(jax.random.split(jax.random.key(1), 1000))
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), adapter)
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
     (wanted, base) = (
         np.asarray(forward(x, plain.config, tokens)[0])
-        for x in (xj.with_adapter(plain.params, adapter), plain.params)
+        for x in (xj.lora.with_adapter(plain.params, adapter), plain.params)
     )
-    found = np.asarray(forward(xj.with_adapter(rotated.params, adapter), rotated.config, tokens)[0])
+    found = np.asarray(forward(xj.lora.with_adapter(rotated.params, adapter), rotated.config, tokens)[0])
     assert np.abs(found - wanted).max() < 0.1 * np.abs(base - wanted).max()
-    in_trace = jax.jit(lambda x: xj.forward(xj.with_adapter(rotated.params, x), rotated.config, tokens)[0])(
-        adapter
-    )
+    in_trace = jax.jit(
+        lambda x: xj.forward(xj.lora.with_adapter(rotated.params, x), rotated.config, tokens)[0]
+    )(adapter)
     np.testing.assert_allclose(in_trace, found, atol=0.02 * np.abs(found).max())
     rows = np.array([0, -1])
-    layers = xj.Adapter(
+    layers = xj.lora.Adapter(
         {path: x for path, x in adapter.matrices.items() if path != "embed"}, adapter.scales[1:]
     )
-    mixed = forward(xj.with_adapters(rotated.params, [layers], rows), rotated.config, tokens)[0]
-    alone = forward(xj.with_adapter(rotated.params, layers), rotated.config, tokens)[0]
+    mixed = forward(xj.lora.with_adapters(rotated.params, [layers], rows), rotated.config, tokens)[0]
+    alone = forward(xj.lora.with_adapter(rotated.params, layers), rotated.config, tokens)[0]
     np.testing.assert_allclose(mixed[0], alone[0], atol=0.02 * np.abs(found).max())
-    xj.save_adapter(tmp_path / "a", adapter, rotated.config)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(rotated.config, tmp_path / "a"), adapter)
+    xj.lora.save_adapter(tmp_path / "a", adapter, rotated.config)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(rotated.config, tmp_path / "a"), adapter)
     xj.save_model(tmp_path / "saved", rotated.params, rotated.config)
     saved = xj.load_model(tmp_path / "saved", "float32").params
-    again = forward(xj.with_adapter(saved, adapter), rotated.config, tokens)[0]
+    again = forward(xj.lora.with_adapter(saved, adapter), rotated.config, tokens)[0]
     np.testing.assert_array_equal(again, found)
-    apart, _ = xj.split_adapter(xj.with_adapter(rotated.params, adapter))
+    apart, _ = xj.lora.split_adapter(xj.lora.with_adapter(rotated.params, adapter))
     jax.tree.map(np.testing.assert_array_equal, apart, rotated.params)
 
 
 def test_updates_have_the_scale_of_the_adapter_before():
     """A scale is static: programs would go on with that of the first adapter."""
-    old = xj.with_adapter(PARAMS, ADAPTERS[0])
-    other = xj.Adapter(ADAPTERS[0].matrices, tuple(scale / 2 for scale in ADAPTERS[0].scales))
+    old = xj.lora.with_adapter(PARAMS, ADAPTERS[0])
+    other = xj.lora.Adapter(ADAPTERS[0].matrices, tuple(scale / 2 for scale in ADAPTERS[0].scales))
     with pytest.raises(xj.InputError, match="layers.0.o.weight has an adapter of the scale 2.0"):
-        params_like(xj.with_adapter(PARAMS, other), CONFIG, old)
-    again = xj.with_adapter(PARAMS, jax.tree.map(lambda x: 2 * x, ADAPTERS[0]))
+        params_like(xj.lora.with_adapter(PARAMS, other), CONFIG, old)
+    again = xj.lora.with_adapter(PARAMS, jax.tree.map(lambda x: 2 * x, ADAPTERS[0]))
     jax.tree.map(np.testing.assert_array_equal, params_like(again, CONFIG, old), again)
 
 

@@ -95,10 +95,10 @@ AGAIN = ("layers", "hybrid apart", "head", "mixtral", "norms of one kind")
 def test_logits_and_gradients_are_those_of_peft(tmp_path, form, request):
     config, params, model = adapted(*FORMS[form])
     model.save_pretrained(tmp_path / "theirs")
-    adapter = xj.load_adapter(config, tmp_path / "theirs")
+    adapter = xj.lora.load_adapter(config, tmp_path / "theirs")
     ids = cases.prompts(cases.CASES[FORMS[form][0]])[1]
     wanted = wanted_logits = cases.hf_logits(model.get_base_model(), ids)
-    for tree in (xj.with_adapter(params, adapter), xj.merge_adapter(params, adapter)):
+    for tree in (xj.lora.with_adapter(params, adapter), xj.lora.merge_adapter(params, adapter)):
         found = np.asarray(forward(tree, config, jnp.array([ids]))[0][0])
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert np.abs(np.asarray(forward(params, config, jnp.array([ids]))[0][0]) - wanted).max() > 0.01
@@ -106,20 +106,20 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, form, request):
     if form in GRADIENTS or request.config.getoption("soak"):
         compare_gradients(tmp_path, form, config, params, model, adapter, ids)
 
-    xj.save_adapter(tmp_path / "ours", adapter, config)
+    xj.lora.save_adapter(tmp_path / "ours", adapter, config)
     for module in model.modules():  # unload would leave the new norms
         if hasattr(module, "original_module"):
             module.modules_to_save["default"] = module.original_module
     again = peft.PeftModel.from_pretrained(model.unload(), tmp_path / "ours")
     again = cases.hf_logits(again.eval().get_base_model(), ids)
     np.testing.assert_allclose(again, wanted_logits, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(config, tmp_path / "ours"), adapter)
+    jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(config, tmp_path / "ours"), adapter)
 
 
 def compare_gradients(tmp_path, form, config, params, model, adapter, ids):
     logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
     logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum().backward()
-    score = lambda adapter: xj.score(xj.with_adapter(params, adapter), config, jnp.array([ids])).sum()  # noqa: E731
+    score = lambda adapter: xj.score(xj.lora.with_adapter(params, adapter), config, jnp.array([ids])).sum()  # noqa: E731
     gradients = jax.jit(jax.grad(score))(adapter)
     with torch.no_grad():
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -133,7 +133,7 @@ def compare_gradients(tmp_path, form, config, params, model, adapter, ids):
         for parameter in trained.values():
             parameter.copy_(parameter.grad)
     model.save_pretrained(tmp_path / "gradients")
-    theirs = xj.load_adapter(config, tmp_path / "gradients")
+    theirs = xj.lora.load_adapter(config, tmp_path / "gradients")
     shared: dict = {}  # several matrices may have a share of the gradient of one `a`
     for path, (a, b) in theirs.matrices.items():
         ours = gradients.matrices[path]
@@ -152,10 +152,10 @@ def test_own_a_of_matrices_that_peft_has_in_one_module(tmp_path, form):
     params = cases.params_from(config, tensors)
     # peft takes a shared expert's matrices for those of all experts.
     targets = [name for name in "qkvzab" if form == "hybrid" or name in "qkv"] + ["o"]
-    adapter = xj.init_adapter(config, jax.random.key(0), 3, targets, alpha=6)
+    adapter = xj.lora.init_adapter(config, jax.random.key(0), 3, targets, alpha=6)
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), adapter)
-    xj.save_adapter(tmp_path / "ours", adapter, config)
+    xj.lora.save_adapter(tmp_path / "ours", adapter, config)
     ids = cases.prompts(cases.CASES[FORMS[form][0]])[1]
     opened = peft.PeftModel.from_pretrained(cases.hf_model(case.hf, tensors), tmp_path / "ours").eval()
-    wanted = np.asarray(forward(xj.with_adapter(params, adapter), config, jnp.array([ids]))[0][0])
+    wanted = np.asarray(forward(xj.lora.with_adapter(params, adapter), config, jnp.array([ids]))[0][0])
     np.testing.assert_allclose(cases.hf_logits(opened.get_base_model(), ids), wanted, atol=1e-4)

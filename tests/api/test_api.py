@@ -126,7 +126,9 @@ def test_fields_that_constrain_the_answer(model, fields, source):
     """All kinds of bodies have them."""
     for kind in ("completion", "chat", "plain"):
         grammar = parse(model, kind, **fields).options.grammar
-        assert grammar.source == (xj.json_schema(source).source if isinstance(source, dict) else source)
+        assert grammar.source == (
+            xj.grammar.json_schema(source).source if isinstance(source, dict) else source
+        )
 
 
 def test_a_grammar_begins_after_reasoning_that_is_continued(model):
@@ -139,10 +141,10 @@ def test_a_grammar_begins_after_reasoning_that_is_continued(model):
 
 def test_the_default_grammar_of_a_file(model):
     """A line may ask for another, or for plain text."""
-    defaults = xj.GenerateOptions(20, grammar=xj.choice(["a"]))
+    defaults = xj.GenerateOptions(20, grammar=xj.grammar.choice(["a"]))
     bodies = [{}, dict(response_format=dict(type="text")), dict(guided_regex="b")]
     found = [parse_request_body(model, "plain", dict(prompt="x") | body, defaults, 99) for body in bodies]
-    assert [one.options.grammar for one in found] == [xj.choice(["a"]), None, xj.regex("b")]
+    assert [one.options.grammar for one in found] == [xj.grammar.choice(["a"]), None, xj.grammar.regex("b")]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_keywords_that_nothing_enforces_are_left_out_where_a_request_is_not_stri
     schema = kept | dict(uniqueItems=True, items=dict(type="string", format="binary"))
     for fields in (asked(schema), asked(schema, strict=False), dict(guided_json=schema)):
         grammar = parse(model, "chat", **fields).options.grammar
-        assert grammar.source == xj.json_schema(kept).source
+        assert grammar.source == xj.grammar.json_schema(kept).source
 
 
 def test_fields_that_ask_for_nothing_are_accepted(model):

@@ -109,7 +109,7 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
 @pytest.mark.full
 def test_lines_name_adapters(model, tmp_path):
     adapter = random_adapter(model.config, 0, 2)
-    xj.save_adapter(tmp_path / "adapter", adapter, model.config)
+    xj.lora.save_adapter(tmp_path / "adapter", adapter, model.config)
     api = dict(method="POST", url="/v1/completions", body=dict(model="a", max_tokens=5, prompt=[5, 6, 7]))
     rows = [
         dict(prompt=[5, 6, 7], max_tokens=5, adapter="a"), dict(prompt=[5, 6, 7], max_tokens=5),
@@ -118,7 +118,7 @@ def test_lines_name_adapters(model, tmp_path):
     how = dict(adapters=dict(a=tmp_path / "adapter"))
     found, report = answered(model, tmp_path, *rows, **how)
     wanted = xj.generate(
-        xj.with_adapter(model.params, adapter), model.config, [[5, 6, 7]], xj.GenerateOptions(5)
+        xj.lora.with_adapter(model.params, adapter), model.config, [[5, 6, 7]], xj.GenerateOptions(5)
     )
     assert found[1]["text"] == model.tokenizer.decode(wanted.tokens[0]) != found[2]["text"]
     assert found[1]["adapter"] == "a" and "adapter" not in found[2]

@@ -144,7 +144,7 @@ def test_few_tokens_span_few_directions():
 @pytest.fixture(scope="module")
 def small_model():
     """One layer of random weights, which compiles fast."""
-    config = xj.from_hf(tiny.CONFIG | dict(num_hidden_layers=1, max_position_embeddings=1024))
+    config = xj.ModelConfig.from_hf(tiny.CONFIG | dict(num_hidden_layers=1, max_position_embeddings=1024))
     params = random_params(config)
     return jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params), config
 
@@ -201,7 +201,7 @@ def test_rotating_the_key_bias_separately_equals_rotating_the_key():
     """Positions of whole strides and others, with yarn's factor applied once."""
     scaled = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     for extra in ({}, dict(rope_scaling=scaled)):
-        config = xj.from_hf(tiny.CONFIG | extra)
+        config = xj.ModelConfig.from_hf(tiny.CONFIG | extra)
         K = config.num_key_value_heads
         H = config.head_dim
         position = jnp.array([[0, 1, 63, 64, 500, 8191]])
@@ -269,7 +269,7 @@ def test_unknown_cache_dtypes_raise(model):
 @pytest.mark.full
 def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
     """With head_dim 320; 256 works."""
-    wide = xj.from_hf(tiny.CONFIG | dict(head_dim=320))
+    wide = xj.ModelConfig.from_hf(tiny.CONFIG | dict(head_dim=320))
     params = random_params(wide)
     named = "'gear' .* head_dim 320 exceeds 256: use 'int8' or 'int4'"
     with pytest.raises(xj.InputError, match=named):
@@ -279,7 +279,7 @@ def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
     with pytest.raises(xj.InputError, match=named):
         xj.init_cache(wide, 1, 64, "gear")
     with pytest.raises(xj.InputError, match="leaves nothing of head_dim 2: use 'int8'"):
-        xj.init_cache(xj.from_hf(tiny.CONFIG | dict(head_dim=2)), 1, 64, "gear")
+        xj.init_cache(xj.ModelConfig.from_hf(tiny.CONFIG | dict(head_dim=2)), 1, 64, "gear")
     x = np.random.RandomState(0).standard_normal((1, 2, 8, 256)).astype(np.float32)
     x[..., 255] = 9
     error = np.asarray(dequantize(encode(cache_dtype_of("gear").empty(x.shape), x, np.array([8])))) - x

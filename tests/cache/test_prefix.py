@@ -21,14 +21,14 @@ def model():
     return tiny.shallow_model(dtype="float32")
 
 
-def run(model, prompts, **given) -> xj.GenerateOutput:
+def run(model, prompts, **given) -> xj.types.GenerateOutput:
     options = xj.GenerateOptions(
         **dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8), eos_token_ids=()) | given
     )
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
-def next_prompts(out: xj.GenerateOutput, first=FIRST) -> list[list[int]]:
+def next_prompts(out: xj.types.GenerateOutput, first=FIRST) -> list[list[int]]:
     return [[*a, *b, *c] for a, b, c in zip(first, out.tokens, MORE, strict=True)]
 
 
@@ -118,6 +118,6 @@ def test_a_prefix_with_fewer_rows_than_its_cache(model, tmp_path):
     loaded = xj.load_prefix(tmp_path / "cache", params, config)
     assert loaded.tokens == prefix.tokens and loaded.cache.length_B.tolist() == [5, 3, 1]
     np.testing.assert_array_equal(loaded.cache.v[0][:, :, :5], prefix.cache.v[0][:3, :, :5])
-    first = xj.Prefix(prefix.tokens[:2], prefix.cache)
+    first = xj.types.Prefix(prefix.tokens[:2], prefix.cache)
     with pytest.raises(xj.InputError, match=r"has 5, 3 tokens .* holds 5, 3, 1"):
         first.check(params, config)

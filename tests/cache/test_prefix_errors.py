@@ -39,11 +39,13 @@ def model():
     return random_params(config), config
 
 
-def by_hand(config, dtype=None, **given) -> xj.Prefix:
+def by_hand(config, dtype=None, **given) -> xj.types.Prefix:
     """A prefix of zeros that no model computed, for tests of files."""
     cache = xj.init_cache(config, len(TOKENS), CAPACITY, dtype)
     length_B = jnp.array([len(row) for row in TOKENS], jnp.int32)
-    return xj.Prefix(TOKENS, dataclasses.replace(cache, length_B=length_B, reached_B=length_B + 1), **given)
+    return xj.types.Prefix(
+        TOKENS, dataclasses.replace(cache, length_B=length_B, reached_B=length_B + 1), **given
+    )
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logi
             again = xj.generate(*model, [changed], dataclasses.replace(options, prefix=prefix))
             assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
     went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
-    xj.save_prefix(tmp_path / "cache", xj.Prefix([prompt[:560]], went_back), *model)
+    xj.save_prefix(tmp_path / "cache", xj.types.Prefix([prompt[:560]], went_back), *model)
     with pytest.raises(xj.InputError, match="needs slots for 580 tokens, more than the capacity 570"):
         xj.load_prefix(tmp_path / "cache", *model, capacity=570)
 

@@ -143,7 +143,7 @@ def test_a_trained_llama(tmp_path, command):
     """The command answers by a GGUF file as by the directory that it was made of."""
     model = xj.load_model(STORIES, "float32")
     hf = json.loads((STORIES / "config.json").read_text())
-    tensors = {n: np.asarray(x) for n, x in xj.params_to_tensors(model.params, model.config).items()}
+    tensors = {n: np.asarray(x) for n, x in xj.params.params_to_tensors(model.params, model.config).items()}
     path = tmp_path / "stories.gguf"
     metadata = files.tokenizer_metadata(STORIES / "tokenizer.json")
     files.write_leaves(path, "llama", hf, tensors, metadata=metadata)

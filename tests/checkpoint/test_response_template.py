@@ -40,10 +40,10 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def split(spec: dict, parts: list[str], begun: str = "") -> xj.AnswerParser:
+def split(spec: dict, parts: list[str], begun: str = "") -> xj.tools.AnswerParser:
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tool_models.TOOLS}
     splitter = TemplateSplitter(parse_response_template(spec), begun, tools, None, str)
-    parser = xj.AnswerParser([], splitter=splitter)
+    parser = xj.tools.AnswerParser([], splitter=splitter)
     deltas = [parser.push(part, i == len(parts) - 1) for i, part in enumerate(parts)]
     content = "".join(delta.content for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas) if splitter.found else None

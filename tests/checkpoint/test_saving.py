@@ -61,8 +61,8 @@ def test_dtype_is_that_of_the_files(tmp_path, small):
     params, config = small
     xj.save_model(tmp_path / "out", params, config, dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert_same(xj.load_model(tmp_path / "out", "bfloat16").params, xj.params_from_tensors(
-        config, xj.params_to_tensors(params, config), dtype="bfloat16"
+    assert_same(xj.load_model(tmp_path / "out", "bfloat16").params, xj.params.params_from_tensors(
+        config, xj.params.params_to_tensors(params, config), dtype="bfloat16"
     ))  # fmt: skip
     large = jax.tree.map(lambda x: 1e6 * x, params)
     with pytest.raises(xj.InputError, match="beyond float16's range: save in bfloat16 or float32"):
@@ -91,7 +91,7 @@ def sees(path: Path) -> tuple[dict, xj.ModelConfig, dict[str, np.ndarray]]:
     config, params = build("qwen3-5-tied")
     text = {
         name.replace("model.", "model.language_model.", 1): np.asarray(x)
-        for name, x in xj.params_to_tensors(params, config).items()
+        for name, x in xj.params.params_to_tensors(params, config).items()
     }
     others = {
         "model.visual.proj.weight": np.arange(7, dtype=np.float16),
@@ -144,7 +144,7 @@ def test_a_model_that_sees_and_does_not_say_whether_it_is_tied(tmp_path, model_t
     path = tiny.write(tmp_path / "whole", hf, weights=tensors)
     model = xj.load_model(path, "float32")
     assert model.config.tie_word_embeddings == is_headless
-    assert_same(xj.params_to_tensors(model.params, model.config), tensors)
+    assert_same(xj.params.params_to_tensors(model.params, model.config), tensors)
     xj.save_model(tmp_path / "like", model.params, model.config, like=path)
     assert_same(tensors_in(tmp_path / "like"), tensors)
 

@@ -49,7 +49,7 @@ def test_the_form_is_found(tokenizer, name):
     assert own.template_tools.used and own.template_tools.format == name
     shown = text(own, HISTORY, tools=tool_models.TOOLS)
     answer = shown.split("assistant\n")[1].split("<|im_end|>")[0]
-    parsed = xj.AnswerParser(name, tool_models.TOOLS).parse(answer)
+    parsed = xj.tools.AnswerParser(name, tool_models.TOOLS).parse(answer)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("add", dict(a=1, b=2))]
     assert shown.startswith('{"type": "function", "function": {"name": "add"')
     without = text(own, HISTORY)
@@ -128,5 +128,5 @@ def test_gemmas_marks_stay_in_decoded_text(tokenizer):
     detokenizer = AnswerDetokenizer(tokenizer, [])
     assert tokenizer.decode(ids) == answer
     assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == answer
-    (call,) = xj.AnswerParser("gemma4", tool_models.TOOLS).parse(answer).tool_calls
+    (call,) = xj.tools.AnswerParser("gemma4", tool_models.TOOLS).parse(answer).tool_calls
     assert call.arguments == dict(city="Oslo")

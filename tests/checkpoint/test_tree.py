@@ -50,12 +50,12 @@ def assert_same(a, b) -> None:
 @pytest.mark.parametrize("name", cases.CASES)
 def test_tensors_of_published_files_and_back(name):
     config, tensors, want = published(name)
-    params = xj.params_from_tensors(config, tensors)
+    params = xj.params.params_from_tensors(config, tensors)
     assert_same(params, want)
-    back = xj.params_to_tensors(params, config)
+    back = xj.params.params_to_tensors(params, config)
     assert back.keys() == tensors.keys()
     assert_same(back, tensors)
-    names = xj.param_names(config)
+    names = xj.params.param_names(config)
     assert [x.shape for x in names] == [x.shape for x in jax.tree.leaves(want)]
     assert {name.replace("{}", "0") for _, name, *_ in names} <= tensors.keys()
 
@@ -64,13 +64,13 @@ def test_tensors_of_published_files_and_back(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_under_jit_in_other_forms_and_dtypes(name):
     config, tensors, want = published(name)
-    to_tree = jax.jit(lambda tensors: xj.params_from_tensors(config, tensors, dtype="bfloat16"))
+    to_tree = jax.jit(lambda tensors: xj.params.params_from_tensors(config, tensors, dtype="bfloat16"))
     params = to_tree(tensors)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    back = jax.jit(lambda params: xj.params_to_tensors(params, config))(params)
+    back = jax.jit(lambda params: xj.params.params_to_tensors(params, config))(params)
     assert_same(back, {name: x.astype(jnp.bfloat16) for name, x in tensors.items()})
     fused = cases.fuse_tensors(config, cases.random_tensors(config, seed=1))
-    assert_same(xj.params_from_tensors(config, fused), want)
+    assert_same(xj.params.params_from_tensors(config, fused), want)
 
 
 def test_a_text_model_within_one_that_sees():
@@ -78,7 +78,7 @@ def test_a_text_model_within_one_that_sees():
     within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
     within |= {"model.visual.patch_embed.proj.weight": np.ones(3), "mtp.fc.weight": np.ones(3)}
     within |= {"model.vision_embedder.patch_ln1.weight": np.ones(3), "model.embed_audio.x": np.ones(3)}
-    assert_same(xj.params_from_tensors(config, within), want)
+    assert_same(xj.params.params_from_tensors(config, within), want)
 
 
 def test_experts_with_inputs_first(tmp_path):
@@ -86,7 +86,7 @@ def test_experts_with_inputs_first(tmp_path):
     config, tensors, want = published("moe-some-layers-dense")
     fused = cases.fuse_tensors(config, cases.random_tensors(config, seed=1))
     first = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in fused.items()}
-    assert_same(xj.params_from_tensors(config, first), want)
+    assert_same(xj.params.params_from_tensors(config, first), want)
     within = {name.replace("model.", "model.language_model."): x.copy() for name, x in first.items()}
     hf = cases.CASES["moe-some-layers-dense"].hf
     text = hf | dict(model_type="qwen3_vl_moe_text", norm_topk_prob=False)
@@ -100,7 +100,7 @@ def test_experts_with_inputs_first(tmp_path):
     apart = tiny.write(tmp_path / "apart", hf, weights=tensors, with_tokenizer=False)
     assert_same(*(xj.load_model(x, "float32", "int8").params for x in (path, apart)))
     with pytest.raises(xj.InputError, match="inputs or with outputs first: these cannot be told apart"):
-        xj.from_hf(outer | dict(text_config=text | dict(moe_intermediate_size=48)))
+        xj.ModelConfig.from_hf(outer | dict(text_config=text | dict(moe_intermediate_size=48)))
 
 
 def test_all_faults_are_one_error():
@@ -111,7 +111,7 @@ def test_all_faults_are_one_error():
         "model.odd": np.ones(2),
     }
     with pytest.raises(xj.InputError) as caught:
-        xj.params_from_tensors(config, wrong)
+        xj.params.params_from_tensors(config, wrong)
     assert str(caught.value) == (
         "the tensors do not fit the config: missing model.norm.weight [48], model.layers.0.mlp.up_proj.weight"
         " has shape [48, 80], the config asks for [80, 48], unknown model.odd"
@@ -122,7 +122,7 @@ def test_all_faults_are_one_error():
         "odd": np.ones(2),
     }
     with pytest.raises(xj.InputError, match=r"params do not .*: layers.0.up.weight .*, unknown layers.0.odd"):
-        xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
+        xj.params.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 
 
 @pytest.mark.unit
@@ -130,15 +130,15 @@ def test_what_is_no_array_of_floats():
     config, tensors, params = published("qwen2-gqa-tied-old")
     norm = {"model.norm.weight": np.ones(config.hidden_size, np.int32)}
     with pytest.raises(xj.InputError, match="parameters are floats, .*, got model.norm.weight of int32"):
-        xj.params_from_tensors(config, tensors | norm)
+        xj.params.params_from_tensors(config, tensors | norm)
     with pytest.raises(xj.InputError, match="parameters are floats, .*, got final_norm of int32"):
         xj.Model(params | dict(final_norm=norm["model.norm.weight"]), config)
     with pytest.raises(xj.InputError, match="model.norm.weight must be an array of .*, got builtins.list"):
-        xj.params_from_tensors(config, tensors | {"model.norm.weight": [1.0] * config.hidden_size})
+        xj.params.params_from_tensors(config, tensors | {"model.norm.weight": [1.0] * config.hidden_size})
     with pytest.raises(xj.InputError, match="config must be a ModelConfig, as model.config is, got dict"):
-        xj.params_from_tensors(tensors, config)
+        xj.params.params_from_tensors(tensors, config)
     with pytest.raises(xj.InputError, match="tensors must be arrays by name, got None"):
-        xj.params_from_tensors(config, None)
+        xj.params.params_from_tensors(config, None)
 
 
 def test_a_model_of_ones_own_arrays():
@@ -163,14 +163,14 @@ def test_what_has_no_tensors():
     config, _, _ = published("qwen2-gqa-tied-old")
     quantized = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), quantize="int8"))
     with pytest.raises(xj.InputError, match="only float parameters have tensors; quantized: embed"):
-        xj.params_to_tensors(quantized, config)
+        xj.params.params_to_tensors(quantized, config)
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_json_is_written(name):
     config = cases.CASES[name].config
-    assert xj.from_hf(to_hf(config)) == config
+    assert xj.ModelConfig.from_hf(to_hf(config)) == config
 
 
 FAMILIES = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
@@ -196,10 +196,10 @@ def test_config_json_is_written_with_numbers_at_neutral_values(name):
     configs = []
     for hf in neutral(cases.CASES[name].hf):
         with contextlib.suppress(xj.InputError):  # a value that no model has
-            configs.append(xj.from_hf(hf))
+            configs.append(xj.ModelConfig.from_hf(hf))
     assert len(configs) > 20
     for config in configs:
-        assert xj.from_hf(to_hf(config)) == config
+        assert xj.ModelConfig.from_hf(to_hf(config)) == config
 
 
 @pytest.mark.unit
@@ -213,16 +213,16 @@ def test_a_config_that_its_family_cannot_have_is_not_written():
 @pytest.mark.parametrize("name, pattern", [("qwen2-gqa-tied-old", 1), ("gemma3-old", 0)])
 def test_stacked_layers(name, pattern):
     config, _, params = published(name)
-    stacked = xj.stack_layers(params, config)
+    stacked = xj.params.stack_layers(params, config)
     blocks = stacked["layers"]["blocks"]
     kinds = len(blocks)
     assert kinds == (pattern or next(n for n in range(1, 9) if config.layers[n:] == config.layers[:-n]))
     repeats = config.num_hidden_layers // kinds
     assert {x.shape[0] for x in jax.tree.leaves(blocks)} == {repeats}
     assert len(stacked["layers"]["rest"]) == config.num_hidden_layers % kinds
-    assert_same(xj.unstack_layers(stacked), params)
+    assert_same(xj.params.unstack_layers(stacked), params)
     loss = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))  # noqa: E731
-    gradient = jax.grad(lambda tree: loss(xj.unstack_layers(tree)))(stacked)
-    assert_same(xj.unstack_layers(gradient), jax.tree.map(lambda x: 2 * x, params))
+    gradient = jax.grad(lambda tree: loss(xj.params.unstack_layers(tree)))(stacked)
+    assert_same(xj.params.unstack_layers(gradient), jax.tree.map(lambda x: 2 * x, params))
     with pytest.raises(xj.InputError, match="the layers are not stacked"):
-        xj.unstack_layers(params)
+        xj.params.unstack_layers(params)

@@ -163,7 +163,7 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
     asked = [
         (common + [5], dataclasses.replace(warm, max_new_tokens=60)),
         (common + [6], warm),
-        ("Hello", xj.GenerateOptions(20, grammar=xj.regex("[a-z ]{60}"))),
+        ("Hello", xj.GenerateOptions(20, grammar=xj.grammar.regex("[a-z ]{60}"))),
         ([7] * 9, dataclasses.replace(warm, n=2)),
         ([8] * 70, dataclasses.replace(warm, sampling=xj.SamplingConfig(repetition_penalty=1.3))),
     ]

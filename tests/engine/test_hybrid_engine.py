@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
     return [common + first, common + second, other]
 
 
-def answers(requests: list[xj.Request]) -> list[tuple]:
+def answers(requests: list[xj.types.Request]) -> list[tuple]:
     """Tokens and log-probabilities of the answers, and how many tokens were reused."""
     outs = [request.result() for request in requests]
     return [(out.tokens[0], out.logprobs[0], out.stats.reused_tokens) for out in outs]

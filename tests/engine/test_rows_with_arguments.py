@@ -29,12 +29,12 @@ def count(state, token_B, context):
     return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
 
 
-PRESENCE = xj.Processor(
+PRESENCE = xj.LogitsProcessor(
     lambda penalty_B, context: dict(penalty=penalty_B, count=jnp.zeros(context.seen_BV.shape, int)),
     lambda state, logits_BV, context: logits_BV - state["penalty"][:, None] * (state["count"] > 0),
     count,
 )
-NOISE = xj.Processor(
+NOISE = xj.LogitsProcessor(
     None,
     lambda s, logits_BV, context: (
         logits_BV
@@ -64,7 +64,7 @@ def model() -> xj.Model:
 
 
 @pytest.fixture(scope="module")
-def adapters(model) -> list[xj.Adapter]:
+def adapters(model) -> list[xj.lora.Adapter]:
     return [random_adapter(model.config, i, rank) for i, rank in enumerate((4, 2, 3))]
 
 
@@ -86,16 +86,16 @@ def engine(own_engine, adapters):
     assert (stats.pages_used, stats.pages_cached + stats.pages_free) == (0, own_engine.pages - 1)
 
 
-def submit(engine, adapter=None, taps=None, processors=None, prompt=PROMPT, **how) -> xj.Request:
+def submit(engine, adapter=None, taps=None, processors=None, prompt=PROMPT, **how) -> xj.types.Request:
     options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), taps=taps, processors=processors)
     return engine.submit(prompt, options, key=jax.random.key(0), adapter=adapter, **how)
 
 
-def generated(model, adapters, adapter=None, taps=None, processors=None, **how) -> xj.GenerateOutput:
+def generated(model, adapters, adapter=None, taps=None, processors=None, **how) -> xj.types.GenerateOutput:
     """The answer that `generate` gives to a row with these arguments."""
     params = model.params
     if adapter is not None:
-        params = xj.with_adapter(params, adapters["abc".index(adapter)])
+        params = xj.lora.with_adapter(params, adapters["abc".index(adapter)])
     added = {}
     for name, factor in (taps or {}).items():
         for layer, vector_D in TAPS[name].items():
@@ -224,7 +224,7 @@ def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
     request = submit(engine, "a", prompt_logprobs=1)
     request.result()
     found = [token.logprob for token in request.prompt_logprobs]
-    wanted = xj.score(xj.with_adapter(model.params, adapters[0]), model.config, np.array([PROMPT]))[0]
+    wanted = xj.score(xj.lora.with_adapter(model.params, adapters[0]), model.config, np.array([PROMPT]))[0]
     np.testing.assert_allclose(found, wanted[-len(found) :], atol=2e-4)
     short = xj.GenerateOptions(4, eos_token_ids=())
     (plain, adapted) = engine.generate([PROMPT, PROMPT], short, adapter=[None, "a"])
@@ -240,14 +240,14 @@ def test_bad_calls_of_adapters(engine, model, adapters, tmp_path):
     deleted = jax.tree.map(lambda x: jnp.array(x), adapters[0])
     jax.tree.leaves(deleted)[0].delete()
     shape = SHAPE | dict(max_adapters=3, max_rank=4)
-    adapted = xj.Model(**vars(model) | dict(params=xj.with_adapter(model.params, adapters[0])))
+    adapted = xj.Model(**vars(model) | dict(params=xj.lora.with_adapter(model.params, adapters[0])))
     for contents, message in (
         (random_adapter(model.config, 5, 5), "rank 5, and the engine max_rank 4"),
         (jax.tree.map(lambda x: x * np.nan, adapters[0]), "NaN or inf"),
-        (xj.Adapter(matrices, (np.inf,)), f"NaN or inf in {path}, .* scale inf"),
-        (xj.Adapter({path: (1, 2)}, (1.0,)), f"{path} has no LowRank"),
+        (xj.lora.Adapter(matrices, (np.inf,)), f"NaN or inf in {path}, .* scale inf"),
+        (xj.lora.Adapter({path: (1, 2)}, (1.0,)), f"{path} has no LowRank"),
         (deleted, "donated"),
-        (xj.Adapter({"embed": xj.LowRank(np.zeros((2, 9)), np.zeros((9, 2)))}, (1.0,)), "embed"),
+        (xj.lora.Adapter({"embed": xj.lora.LowRank(np.zeros((2, 9)), np.zeros((9, 2)))}, (1.0,)), "embed"),
         (tmp_path, "holds no adapter_config.json"),
         (5, "load_adapter"),
     ):
@@ -372,7 +372,7 @@ def test_arguments_are_those_of_the_call():
 
 
 def of_apply(apply, update=None):
-    return dict(a=(xj.Processor(None, apply, update), 0.0))
+    return dict(a=(xj.LogitsProcessor(None, apply, update), 0.0))
 
 
 KEPT = []
@@ -389,7 +389,7 @@ def keeps(_, logits_BV, context):
         ([PRESENCE], "processors of an engine must be a dict of names"),
         (dict(a=(PRESENCE, np.array(2**40))), "arguments of the processor 'a' must be a pytree of numbers"),
         ({"": (PRESENCE, 0.0)}, "the name of a processor must be a short text, got ''"),
-        (dict(a=PRESENCE), "'a' must be .Processor, arguments of a request that gives none., got"),
+        (dict(a=PRESENCE), "'a' must be .LogitsProcessor, arguments of a request that gives none., got"),
         (dict(a=(PRESENCE, "x")), "arguments of the processor 'a' must be a pytree of numbers .*got 'x'"),
         (of_apply(lambda _, x, c: x[:, 1:]), "apply .* returned float32.1, 511., expected float32.1, 512."),
         (of_apply(lambda _, x, c: x, lambda s, *_: s[0]), "update .* returned float32.., exp"),

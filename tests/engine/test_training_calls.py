@@ -31,7 +31,7 @@ def engine() -> xj.Engine:
     return xj.Engine(model, rows=3, capacity=256, pages=12, chunk=64, warm_up=True)
 
 
-def outcome(request: xj.Request) -> tuple:
+def outcome(request: xj.types.Request) -> tuple:
     out = request.result(60)
     return out.tokens, out.logprobs, out.finish_reason
 
@@ -78,13 +78,13 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
     both = xj.GenerateOptions(12, settings, eos_token_ids=(), logprobs=20)
     ids = prompt(5, 9)
 
-    async def several() -> list[xj.SampleOutput]:
+    async def several() -> list[xj.types.SampleOutput]:
         engine.submit(ids, LONG)
         calls = [engine.sample(np.array(ids), options, seed=seed) for seed in (1, 2)]
         calls += [engine.sample(ids, both, seed=3), engine.sample(ids, options)]
         return await asyncio.gather(*calls)
 
-    async def again(seed: int) -> xj.SampleOutput:
+    async def again(seed: int) -> xj.types.SampleOutput:
         return await engine.sample(ids, options, seed=seed)
 
     engine.__enter__()
@@ -163,7 +163,7 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
 
 def test_large_logits_are_of_the_last_layers_alone(monkeypatch):
     """Where logits are large, groups of layers before the last have a program without them."""
-    config = xj.from_hf(QWEN | dict(num_hidden_layers=6))
+    config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=6))
     params = xj.init_params(config, jax.random.key(0), "float32")
     assert len(layer_groups(config, 5)) == 2
     options = xj.GenerateOptions(4, eos_token_ids=())

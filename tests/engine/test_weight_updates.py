@@ -44,11 +44,11 @@ def engine(own_engine, versions):
     assert (stats.pages_used, stats.pages_cached + stats.pages_free) == (0, own_engine.pages - 1)
 
 
-def submit(engine, prompt: list[int], options=LONG, **how) -> xj.Request:
+def submit(engine, prompt: list[int], options=LONG, **how) -> xj.types.Request:
     return engine.submit(prompt, options, key=jax.random.key(len(prompt)), **how)
 
 
-def start(engine, prompt: list[int], tokens: int, options=LONG, **how) -> xj.Request:
+def start(engine, prompt: list[int], tokens: int, options=LONG, **how) -> xj.types.Request:
     """A request that has sampled at least so many tokens."""
     request = submit(engine, prompt, options, **how)
     advance(engine, request, tokens)
@@ -157,7 +157,7 @@ def test_containers_and_dtypes(engine, model, versions):
     with pytest.raises(xj.InputError, match=r"parameters lack layers.0.q.bias: give"):
         engine.update(tree)
     with pytest.raises(xj.InputError, match="lack layers.0.attn_norm: give all of the model's, unstacked"):
-        engine.update(xj.stack_layers(versions[1], model.config))
+        engine.update(xj.params.stack_layers(versions[1], model.config))
     with pytest.raises(xj.InputError, match="final_norm must be an array, got 1.0"):
         engine.update(versions[1] | dict(final_norm=1.0))
     with pytest.raises(xj.InputError, match="unknown leaves: bias"):

@@ -48,7 +48,7 @@ def small():
     return build(5)
 
 
-def assert_same(ours: xj.BeamOutput, sequences, scores) -> None:
+def assert_same(ours: xj.types.BeamOutput, sequences, scores) -> None:
     assert ours.sequences == sequences
     np.testing.assert_allclose(ours.scores, scores, rtol=0, atol=1e-4)
 

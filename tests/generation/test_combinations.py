@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13], [14, 15])  # three: a row of the batch holds nothing
-RARER = xj.Processor(None, lambda by_B, logits_BV, c: logits_BV - by_B[:, None] * c.seen_BV)
+RARER = xj.LogitsProcessor(None, lambda by_B, logits_BV, c: logits_BV - by_B[:, None] * c.seen_BV)
 BASES = {
     "one-of-each": dict(
         sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5), xj.SamplingConfig(1.2)]
@@ -83,7 +83,7 @@ def _adds(model, extra: str, given: dict) -> dict:
     }[extra]  # fmt: skip
 
 
-def run(model, given: dict, streamed: bool = False) -> xj.GenerateOutput:
+def run(model, given: dict, streamed: bool = False) -> xj.types.GenerateOutput:
     call = xj.stream if streamed else xj.generate
     out = call(model.params, model.config, PROMPTS, xj.GenerateOptions(**given), key=jax.random.key(5))
     if not streamed:

@@ -55,7 +55,7 @@ def test_a_vector_does_not_depend_on_other_texts(loaded, bound):
 @pytest.mark.full
 def test_embeddings_over_a_mesh_with_one_program(model):
     mesh = jax.make_mesh((1,), ("model",))
-    params = jax.device_put(model.params, xj.shardings(model.config, mesh))
+    params = jax.device_put(model.params, xj.params.shardings(model.config, mesh))
     over = dataclasses.replace(model, params=params)
     np.testing.assert_allclose(xj.embed_texts(over, TEXTS), xj.embed_texts(model, TEXTS), atol=1e-5)
 

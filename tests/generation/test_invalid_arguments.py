@@ -25,7 +25,7 @@ def params():
     return xj.init_params(CONFIG, jax.random.key(3), "float32")
 
 
-def run(params, prompts=(PROMPT,), key=None, **given) -> xj.GenerateOutput:
+def run(params, prompts=(PROMPT,), key=None, **given) -> xj.types.GenerateOutput:
     options = xj.GenerateOptions(**dict(max_new_tokens=2, capacity=4) | given)
     return xj.generate(params, CONFIG, prompts, options, key=key)
 

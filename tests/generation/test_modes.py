@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from public_names import PUBLIC
 from quick import full_except
 
 import xinfer_jax as xj
@@ -39,7 +40,7 @@ HF = {
     "windows": SIZES
     | dict(model_type="gemma3_text", sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
 }
-CONFIGS = {name: xj.from_hf(hf) for name, hf in HF.items()}
+CONFIGS = {name: xj.ModelConfig.from_hf(hf) for name, hf in HF.items()}
 TOKENS = np.array([[5, 6, 7, 8, 9, 5, 6, 3], [11, 12, 13, 1, 4, 0, 0, 0]])
 COUNTS = np.array([8, 5])
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [11, 12]]
@@ -77,8 +78,8 @@ def rollout(config, cache_dtype=None, quantize=None):
         how = dict(history_BS=history_BS, logprobs=2)
         out = xj.decode_loop(params, config, logits_BV, cache, key, SETTINGS, EOS, 4, **how)
         logits_BV, cache = xj.decode_step(params, config, out.tokens_BT[:, 0], out.cache)
-        packed = xj.pack_rollout(tokens_BT, num_tokens_B, out)
-        return out, logits_BV, xj.truncate(cache, 3), xj.repeat_rows(cache, 2), packed
+        packed = xj.rollouts.pack_rollout(tokens_BT, num_tokens_B, out)
+        return out, logits_BV, cache.truncate(3), cache.repeat_rows(2), packed
 
     return run
 
@@ -95,7 +96,7 @@ def training(config, dtype):
             more = dict(temperature=0.7, entropy=True, reference=params, teacher_topk=teacher)
             scores = xj.score(params, config, tokens_BT, num_tokens_B, **more)
             plain = scores.logprobs_BT + scores.entropy_BT + scores.kl_BT + scores.topk_kl_BT
-            stacked = xj.stack_layers(params, config)
+            stacked = xj.params.stack_layers(params, config)
             return (plain + xj.score(stacked, config, tokens_BT, **segments)).sum()
 
         return jax.grad(loss)(params), xj.forward(params, config, tokens_BT, None, num_tokens_B)
@@ -150,7 +151,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def text_models(models):
     text = tiny.shallow_model()
-    return models | dict(text=text, adapter=xj.init_adapter(text.config, models["key"], rank=2))
+    return models | dict(text=text, adapter=xj.lora.init_adapter(text.config, models["key"], rank=2))
 
 
 def random_params(config):
@@ -181,7 +182,7 @@ def host_arrays(models):
     hidden_BTD, _ = xj.hidden_states(params, config, TOKENS)
     xj.unembed(params, config, hidden_BTD)
     xj.score(params, config, TOKENS, COUNTS, temperature=0.7)
-    xj.truncate(out.cache, np.array([3, 2]))
+    out.cache.truncate(np.array([3, 2]))
     return out.tokens_BT.tolist()
 
 
@@ -191,7 +192,7 @@ def engine(models):
     how = dict(pages=6, host_pages=8, adapters={"a": models["adapter"]})
     with xj.Engine(model, rows=2, capacity=192, **how) as engine:
         options = [
-            xj.GenerateOptions(**NEW, grammar=xj.regex("[ab]{2,3}")),
+            xj.GenerateOptions(**NEW, grammar=xj.grammar.regex("[ab]{2,3}")),
             xj.GenerateOptions(**NEW, sampling=SETTINGS, logprobs=2, n=2),
             xj.GenerateOptions(**NEW),
         ]
@@ -207,16 +208,16 @@ def files(models):
     model = models["text"]
     folder = models["folder"] / str(len([*models["folder"].iterdir()]))
     xj.save_model(folder / "model", model.params, model.config)
-    xj.save_adapter(folder / "adapter", models["adapter"], model.config)
-    adapter = xj.load_adapter(model.config, folder / "adapter")
+    xj.lora.save_adapter(folder / "adapter", models["adapter"], model.config)
+    adapter = xj.lora.load_adapter(model.config, folder / "adapter")
     params = xj.load_model(folder / "model", quantize="int4").params
     out = xj.generate(params, model.config, PROMPTS, xj.GenerateOptions(**NEW, keep_prefix=True))
     xj.save_prefix(folder / "prefix", out.prefix, params, model.config)
     xj.load_prefix(folder / "prefix", params, model.config)
-    adapted = xj.with_adapter(model.params, adapter)
-    merged = xj.merge_adapter(*xj.split_adapter(adapted))
-    xj.params_from_tensors(model.config, xj.params_to_tensors(merged, model.config))
-    xj.dequantize(params)
+    adapted = xj.lora.with_adapter(model.params, adapter)
+    merged = xj.lora.merge_adapter(*xj.lora.split_adapter(adapted))
+    xj.params.params_from_tensors(model.config, xj.params.params_to_tensors(merged, model.config))
+    xj.params.dequantize(params)
     return out.tokens
 
 
@@ -228,7 +229,7 @@ def beams(models):
 def texts(models):
     model = models["text"]
     vectors = xj.embed_texts(model, ["hello", "world"])
-    out = xj.generate_text(model, "hello", xj.GenerateOptions(**NEW, grammar=xj.regex("[ab]{2,3}")))
+    out = xj.generate_text(model, "hello", xj.GenerateOptions(**NEW, grammar=xj.grammar.regex("[ab]{2,3}")))
     return vectors.shape, out
 
 
@@ -257,9 +258,9 @@ def test_calls_that_run(models, name, mode, request):
 
 def test_every_function_of_arrays_has_default_modes():
     """Those that are left call others, or take no arrays."""
-    functions = {name: getattr(xj, name) for name in xj.__all__ if inspect.isfunction(getattr(xj, name))}
+    functions = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
     assert {name for name, function in functions.items() if not hasattr(function, "__wrapped__")} == {
-        "alternatives_text", "choice", "dfa", "encode_prompt", "forward", "from_hf", "generate_file",
+        "alternatives_text", "grammar.choice", "grammar.compile_dfa", "encode_prompt", "forward", "generate_file",
         "generate_text", "hidden_states", "json_object", "json_schema", "lark", "param_names",
         "parse_tool_calls", "regex", "register", "shardings", "stream_text", "tool_grammar",
     }  # fmt: skip

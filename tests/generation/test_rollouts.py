@@ -32,7 +32,7 @@ def recorded():
 
 def test_recorded_log_probabilities_are_those_that_were_sampled_from(recorded):
     out = recorded
-    packed = xj.pack_rollout(PROMPTS, LENGTHS, out)
+    packed = xj.rollouts.pack_rollout(PROMPTS, LENGTHS, out)
     assert packed.num_tokens_B.tolist() == [9, 8] and packed.mask_BT.sum(1).tolist() == [6, 6]
     for row in range(2):
         n = LENGTHS[row]
@@ -75,9 +75,9 @@ def test_bad_arguments_of_packing_and_going_on_raise(recorded):
         ((PROMPTS.tolist(), LENGTHS, out), "prompt_BT must be an array of integers"),
     ):
         with pytest.raises(xj.InputError, match=message):
-            xj.pack_rollout(*how)
+            xj.rollouts.pack_rollout(*how)
     with pytest.raises(xj.InputError, match="num_tokens_B: -1 is outside 0 … 4"):
-        xj.continue_rows(PARAMS, CONFIG, out, PROMPTS, np.array([1, -1]))
+        xj.rollouts.continue_rows(PARAMS, CONFIG, out, PROMPTS, np.array([1, -1]))
 
 
 @pytest.mark.full
@@ -98,8 +98,8 @@ def test_answers_go_on_after_the_result_of_a_tool():
     out = rollout(3)
     result_BT = np.array([[1, 2], [3, 0]], np.int32)
     count_B = np.array([2, 1], np.int32)
-    logits_BV, cache = xj.continue_rows(PARAMS, CONFIG, out, result_BT, count_B)
-    packed = xj.pack_rollout(PROMPTS, LENGTHS, out)
+    logits_BV, cache = xj.rollouts.continue_rows(PARAMS, CONFIG, out, result_BT, count_B)
+    packed = xj.rollouts.pack_rollout(PROMPTS, LENGTHS, out)
     for row in range(2):
         text = [*packed.tokens_BT[row, : packed.num_tokens_B[row]], *result_BT[row, : count_B[row]]]
         alone, _ = xj.forward(PARAMS, CONFIG, np.array([text], np.int32))
@@ -116,7 +116,7 @@ def test_repeated_rows_and_inputs_in_place_of_ids():
     logits_BV, cache = xj.prefill(PARAMS, CONFIG, zeros, LENGTHS, cache, inputs_BTD=inputs_BTD)
     want_BV, _ = xj.prefill(PARAMS, CONFIG, PROMPTS, LENGTHS, xj.init_cache(CONFIG, 2, 32))
     np.testing.assert_allclose(logits_BV, want_BV, atol=1e-6)
-    three = xj.repeat_rows(cache, 3)
+    three = cache.repeat_rows(3)
     assert three.length_B.tolist() == [3, 3, 3, 2, 2, 2]
     step_BV, _ = xj.decode_step(PARAMS, CONFIG, np.full(6, 4, np.int32), three)
     alone_BV, _ = xj.decode_step(PARAMS, CONFIG, np.full(2, 4, np.int32), cache)

@@ -77,7 +77,7 @@ def test_a_row_joins_others_that_continue(model):
     state, cache = DECODE(Plain(config), (params, NO_EXTRAS), (state, cache), 4, RunConfig())
     assert state.length_B.tolist() == [5, 3] and state.active_B.tolist() == [True, False]
     assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
-    cache = xj.truncate(cache, np.array([2**20, 0]))
+    cache = cache.truncate(np.array([2**20, 0]))
     joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
     state = jax.tree.map(lambda old, new: old.at[1].set(new[0]), state, joined)
     state, cache = DECODE(Plain(config), (params, NO_EXTRAS), (state, cache), 100, RunConfig())

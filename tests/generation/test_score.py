@@ -303,7 +303,7 @@ def test_short_batches_are_one_part():
     """
 
     def sizes(tokens, dtype="float32", **changes):
-        config = xj.from_hf(SHORT | changes)
+        config = xj.ModelConfig.from_hf(SHORT | changes)
         init = lambda key: xj.init_params(config, key, dtype)  # noqa: E731
         given = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((1, tokens), jnp.int32)
         text = str(jax.make_jaxpr(lambda p, t: xj.score(p, config, t))(*given))

@@ -50,7 +50,7 @@ def sevens(history_BS, length_B, count):
     return jnp.full((len(length_B), count), 7)
 
 
-def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
+def run(model, prompts=PROMPTS, **given) -> xj.types.GenerateOutput:
     options = xj.GenerateOptions(**dict(max_new_tokens=24, eos_token_ids=()) | given)
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 

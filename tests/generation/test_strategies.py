@@ -25,7 +25,7 @@ def options(**given) -> xj.GenerateOptions:
     return xj.GenerateOptions(**dict(max_new_tokens=12, eos_token_ids=()) | given)
 
 
-def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:
+def run(model, prompts=PROMPTS, key=0, **given) -> xj.types.GenerateOutput:
     return xj.generate(model.params, model.config, prompts, options(**given), key=jax.random.key(key))
 
 

@@ -63,7 +63,7 @@ def test_the_masks_are_those_of_the_host(model, monkeypatch):
     compared = 0
     served = 0
     for i, pattern in enumerate(grammar_inputs.regexes(30, seed=2)):
-        grammar = xj.regex(pattern, tokenizer=model.tokenizer)
+        grammar = xj.grammar.regex(pattern, tokenizer=model.tokenizer)
         dfa = vocabulary.automaton(grammar)
         if dfa is None:
             continue
@@ -96,7 +96,11 @@ def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
     """One automaton for all rows, one per row, and traced ones; the tokens are those of `generate`."""
     config = model.config
     eos = config.eos_token_ids
-    dfas = [xj.dfa(PATTERN, model.tokenizer), xj.dfa(xj.choice(TEXTS), model.tokenizer), None]
+    dfas = [
+        xj.grammar.compile_dfa(PATTERN, model.tokenizer),
+        xj.grammar.compile_dfa(xj.grammar.choice(TEXTS), model.tokenizer),
+        None,
+    ]
     tokens = np.zeros((3, 4), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
@@ -113,8 +117,8 @@ def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
     for temperature in (0.0, 1.5):
         sampling = xj.SamplingConfig(temperature=temperature)
         grammars = [
-            xj.regex(PATTERN, tokenizer=model.tokenizer),
-            xj.choice(TEXTS, tokenizer=model.tokenizer),
+            xj.grammar.regex(PATTERN, tokenizer=model.tokenizer),
+            xj.grammar.choice(TEXTS, tokenizer=model.tokenizer),
             None,
         ]
         given = xj.GenerateOptions(24, sampling, capacity=CAPACITY, grammar=grammars)
@@ -144,7 +148,7 @@ def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
         )
 
         def ask():
-            asked = [xj.regex(r"[a-z]{40}"), xj.regex(PATTERN), None]
+            asked = [xj.grammar.regex(r"[a-z]{40}"), xj.grammar.regex(PATTERN), None]
             given = [xj.GenerateOptions(60, HOT, grammar=grammar, n=2) for grammar in asked]
             outs = [engine.submit(p, o, key=k).result() for p, o, k in zip(PROMPTS, given, KEYS, strict=True)]
             return [(out.tokens, out.logprobs) for out in outs]
@@ -152,7 +156,8 @@ def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
         with_automata = ask()
         steps = max(counts)
         assert isinstance(
-            CompiledGrammar(xj.regex("a", tokenizer=model.tokenizer), 288).matcher([5], [0]), DfaMatcher
+            CompiledGrammar(xj.grammar.regex("a", tokenizer=model.tokenizer), 288).matcher([5], [0]),
+            DfaMatcher,
         )
         monkeypatch.setattr(Vocabulary, "automaton", lambda self, grammar: None)
         counts.clear()
@@ -165,21 +170,21 @@ def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
         ("(?i)a", "a group with"), (r"\bfoo", r"\\\\b"), ("a{1,1000000}", "more than 20000 parts"),
         ("(a|b)*a(a|b){20}", "more than 512 states"), ("[a-z", "ends too soon"),
         (r"[^\s\S]", "no text matches"),
-        (xj.json_object(), "takes a regular expression"),
+        (xj.grammar.json_object(), "takes a regular expression"),
     ],
 )  # fmt: skip
 def test_what_has_no_automaton_is_rejected_by_name(model, pattern, why):
     with pytest.raises(xj.InputError, match=why):
-        xj.dfa(pattern, model.tokenizer)
+        xj.grammar.compile_dfa(pattern, model.tokenizer)
 
 
 def test_wrong_grammars_of_decode_loop(model):
     config = model.config
     cache = xj.init_cache(config, 2, 16)
     logits = np.zeros((2, config.vocab_size), np.float32)
-    dfa = xj.dfa("a", model.tokenizer)
+    dfa = xj.grammar.compile_dfa("a", model.tokenizer)
     for grammar, eos, why in (
-        (xj.regex("a"), [1], "must be from dfa"),
+        (xj.grammar.regex("a"), [1], "must be from dfa"),
         ([dfa], [1], "1 grammars"),
         (dfa, [], "EOS"),
     ):

@@ -49,9 +49,9 @@ def options(model, grammar, **more):
 def bound(model, grammar):
     """The tokenizer's. "choice" is an automaton on the device, "lark" the same texts by masks of the host."""
     if grammar == "choice":
-        grammar = xj.choice(TEXTS)
+        grammar = xj.grammar.choice(TEXTS)
     elif grammar == "lark":
-        grammar = xj.lark(f"start: {' | '.join(map(json.dumps, TEXTS))}")
+        grammar = xj.grammar.lark(f"start: {' | '.join(map(json.dumps, TEXTS))}")
     return with_tokenizer(grammar, model.tokenizer)
 
 
@@ -122,7 +122,11 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
         engine = xj.Engine(model, draft="lookup", draft_tokens=2, **shape)
         own = xj.GenerateOptions(24, sampling, grammar=bound(model, grammar))
         assert [out.tokens[0] for out in engine.generate(PROMPTS, own, key=KEYS)] == want.tokens
-        repeats = xj.lark("start: /(abc|abd){12}/") if grammar == "lark" else xj.regex("(abc|abd){12}")
+        repeats = (
+            xj.grammar.lark("start: /(abc|abd){12}/")
+            if grammar == "lark"
+            else xj.grammar.regex("(abc|abd){12}")
+        )
         long = xj.GenerateOptions(60, sampling, grammar=repeats)
         (out,) = engine.generate([[5]], long, key=KEYS[0])
         assert out.stats.acceptance[0] > 0 and re.fullmatch("(abc|abd){12}", decode(model, out.tokens[0]))
@@ -140,8 +144,8 @@ def test_other_rows_keep_their_tokens_and_bits(model, engine):
     assert outs[0].tokens[1] == outs[1].tokens[1] and outs[0].logprobs[1] == outs[1].logprobs[1]
     assert outs[0].tokens[2] == outs[1].tokens[2] and outs[0].logprobs[2] == outs[1].logprobs[2]
     assert outs[0].tokens[0] != outs[1].tokens[0]
-    constrained = xj.GenerateOptions(24, HOT, grammar=xj.regex(r"\d{20}"), n=2)
-    by_masks = dataclasses.replace(constrained, grammar=xj.lark("start: /[0-9]{20}/"))
+    constrained = xj.GenerateOptions(24, HOT, grammar=xj.grammar.regex(r"\d{20}"), n=2)
+    by_masks = dataclasses.replace(constrained, grammar=xj.grammar.lark("start: /[0-9]{20}/"))
     alone, beside = [], []
     for found, others in ((alone, 0), (beside, 1)):
         more = [engine.submit([3], constrained, key=KEYS[0]) for _ in range(others)]
@@ -160,7 +164,7 @@ def test_other_rows_keep_their_tokens_and_bits(model, engine):
 @pytest.mark.full
 def test_preempted_rows_continue_their_grammars(model, engine):
     """Rows that lose their slots to urgent ones continue with the same tokens."""
-    long = xj.GenerateOptions(100, HOT, grammar=xj.lark("start: /[a-c]{70}/"))
+    long = xj.GenerateOptions(100, HOT, grammar=xj.grammar.lark("start: /[a-c]{70}/"))
     prompts = [*zip(PROMPTS, KEYS, strict=True)] * 2
     alone = [engine.submit(prompt, long, key=key).result().tokens for prompt, key in prompts]
     before = engine.stats.preemptions
@@ -177,12 +181,12 @@ def test_answers_are_valid(model, engine):
     ended = []
     for i, schema in enumerate(grammar_inputs.schemas(12)):
         for sampling in (xj.SamplingConfig(), HOT):
-            grammar = xj.json_schema(schema)
+            grammar = xj.grammar.json_schema(schema)
             given = xj.GenerateOptions(CAPACITY - 8, sampling, grammar=grammar)
             request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
             ended.append((request, lambda text, schema=schema: jsonschema.validate(json.loads(text), schema)))
     for i, pattern in enumerate(grammar_inputs.regexes(24)):
-        given = xj.GenerateOptions(CAPACITY - 8, HOT, grammar=xj.regex(pattern))
+        given = xj.GenerateOptions(CAPACITY - 8, HOT, grammar=xj.grammar.regex(pattern))
         request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
         check = lambda text, pattern=pattern: re.fullmatch(pattern, text, re.ASCII) or pytest.fail(pattern)  # noqa: E731
         ended.append((request, check))
@@ -200,7 +204,9 @@ def test_answers_are_valid(model, engine):
 def test_processors_and_a_grammar_together(model, engine):
     """Stop ids, biases and log-probabilities; what leaves no token is an error."""
     biased = xj.SamplingConfig(logit_bias={i: -np.inf for i in model.tokenizer.encode("y")})
-    out = engine.submit([5], xj.GenerateOptions(24, biased, grammar=xj.choice(TEXTS), logprobs=4)).result()
+    out = engine.submit(
+        [5], xj.GenerateOptions(24, biased, grammar=xj.grammar.choice(TEXTS), logprobs=4)
+    ).result()
     assert decode(model, out.tokens[0]) in TEXTS[2:]
     first = out.alternatives[0][0]
     allowed = grammar_cases.allowed_in_choice(model, TEXTS, [])
@@ -208,17 +214,17 @@ def test_processors_and_a_grammar_together(model, engine):
     assert not all(allowed[i] for i, _ in first.top)
     with pytest.raises(NoTokenLeftError, match="leave no token that the grammar allows"):
         least = xj.SamplingConfig(min_new_tokens=20)
-        engine.submit([5], xj.GenerateOptions(24, least, grammar=xj.choice(TEXTS))).result()
+        engine.submit([5], xj.GenerateOptions(24, least, grammar=xj.grammar.choice(TEXTS))).result()
 
 
 def test_a_cut_answer_has_the_reason_length(model, engine):
-    out = engine.submit([5], xj.GenerateOptions(3, grammar=xj.regex("a{50}"))).result()
+    out = engine.submit([5], xj.GenerateOptions(3, grammar=xj.grammar.regex("a{50}"))).result()
     assert out.finish_reason == ["length"] and set(decode(model, out.tokens[0])) == {"a"}
 
 
 def test_models_that_reason_are_constrained_after_it(model, engine):
     """They may not end before. The mark's text is found across tokens."""
-    grammar = xj.choice(["yes", "no"], tokenizer=model.tokenizer, reasoning_end="q")
+    grammar = xj.grammar.choice(["yes", "no"], tokenizer=model.tokenizer, reasoning_end="q")
     outs = engine.generate(PROMPTS, xj.GenerateOptions(100, HOT, grammar=grammar), key=KEYS)
     found = [decode(model, out.tokens[0]) for out in outs]
     assert any("q" in text for text in found)
@@ -237,7 +243,7 @@ def test_the_chat_template_says_whether_a_model_reasons(model):
     )
     backend = model.tokenizer.backend
     tokenizer = xj.Tokenizer(backend, chat_template=template, special_tokens={}, eos_token_ids=[271])
-    grammar = xj.choice(["yes"], tokenizer=tokenizer)
+    grammar = xj.grammar.choice(["yes"], tokenizer=tokenizer)
     vocabulary = vocabulary_of(tokenizer, 288)
     ends = [
         vocabulary.reasoning_end(grammar, tokenizer.encode(text))
@@ -254,15 +260,15 @@ def test_the_chat_template_says_whether_a_model_reasons(model):
 
 _TERMS = " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(10))
 BAD = {
-    "unsupported keyword": (xj.json_schema({"dependentSchemas": {"a": {}}}), "Unimplemented keys"),
-    "invalid schema": (xj.json_schema({"type": "strin"}), "Invalid type: strin"),
-    "nothing is valid": (xj.json_schema({"enum": []}), "Unsatisfiable schema"),
-    "look-around": (xj.regex("(?=a)b"), "look-around"),
-    "unclosed": (xj.regex("[a-z"), "unclosed character class"),
-    "matches nothing": (xj.regex(r"[^\s\S]"), "allows no text"),
-    "lark": (xj.lark("start: foo"), "unknown name"),
-    "intersections": (xj.lark(f"start: A\nA: {_TERMS}"), "9 of & and ~: at most 8"),
-    "fuel": (xj.lark(f"start: A\nA: {_TERMS.rpartition(' & ')[0]}"), "fuel exhausted"),
+    "unsupported keyword": (xj.grammar.json_schema({"dependentSchemas": {"a": {}}}), "Unimplemented keys"),
+    "invalid schema": (xj.grammar.json_schema({"type": "strin"}), "Invalid type: strin"),
+    "nothing is valid": (xj.grammar.json_schema({"enum": []}), "Unsatisfiable schema"),
+    "look-around": (xj.grammar.regex("(?=a)b"), "look-around"),
+    "unclosed": (xj.grammar.regex("[a-z"), "unclosed character class"),
+    "matches nothing": (xj.grammar.regex(r"[^\s\S]"), "allows no text"),
+    "lark": (xj.grammar.lark("start: foo"), "unknown name"),
+    "intersections": (xj.grammar.lark(f"start: A\nA: {_TERMS}"), "9 of & and ~: at most 8"),
+    "fuel": (xj.grammar.lark(f"start: A\nA: {_TERMS.rpartition(' & ')[0]}"), "fuel exhausted"),
 }
 
 
@@ -279,12 +285,12 @@ def test_a_grammar_that_is_not_served_is_one_line(model, engine, name):
 
 
 WRONG = {
-    "empty choice": (lambda: xj.choice([]), "choice must be a list"),
-    "an empty text": (lambda: xj.choice(["a", ""]), "choice must be a list"),
-    "no JSON": (lambda: xj.json_schema("{"), "must be JSON"),
-    "a list": (lambda: xj.json_schema([1]), "must be an object"),
-    "10 MB": (lambda: xj.json_schema({"enum": ["x" * 10**7]}), "more than 262144"),
-    "no text": (lambda: xj.regex(""), "must be a text"),
+    "empty choice": (lambda: xj.grammar.choice([]), "choice must be a list"),
+    "an empty text": (lambda: xj.grammar.choice(["a", ""]), "choice must be a list"),
+    "no JSON": (lambda: xj.grammar.json_schema("{"), "must be JSON"),
+    "a list": (lambda: xj.grammar.json_schema([1]), "must be an object"),
+    "10 MB": (lambda: xj.grammar.json_schema({"enum": ["x" * 10**7]}), "more than 262144"),
+    "no text": (lambda: xj.grammar.regex(""), "must be a text"),
 }
 
 
@@ -296,10 +302,10 @@ def test_wrong_arguments_are_rejected_at_once(name):
 
 
 def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
-    grammar = xj.choice(["a"], tokenizer=model.tokenizer)
+    grammar = xj.grammar.choice(["a"], tokenizer=model.tokenizer)
     cases = [
         (dict(grammar="x"), "grammar must be made by"),
-        (dict(grammar=xj.choice(["a"])), "needs the tokenizer"),
+        (dict(grammar=xj.grammar.choice(["a"])), "needs the tokenizer"),
         (dict(grammar=[grammar] * 2), "2 grammars for 1 prompts"),
         (dict(grammar=grammar, use_cache=False), "grammar needs the cache"),
         (dict(grammar=bound(model, "lark"), draft=model), "needs masks, which a draft model's tokens"),
@@ -314,9 +320,11 @@ def test_compiled_grammars_are_few(model):
     """The latest ones are kept; an old one is compiled again."""
     vocabulary = vocabulary_of(model.tokenizer, model.config.vocab_size)
     for i in range(400):
-        vocabulary.matcher(xj.json_schema({"const": i}))
+        vocabulary.matcher(xj.grammar.json_schema({"const": i}))
     assert len(vocabulary._compiled) <= 256
-    assert vocabulary.matcher(xj.json_schema({"const": 0})).consume_token(model.tokenizer.encode("0")[0])
+    assert vocabulary.matcher(xj.grammar.json_schema({"const": 0})).consume_token(
+        model.tokenizer.encode("0")[0]
+    )
 
 
 def test_a_tokenizer_wider_than_the_vocabulary(model):
@@ -337,10 +345,10 @@ def test_a_mask_that_fails_ends_its_request(model, engine, monkeypatch):
     def fail(*_):
         raise NoTokenLeftError("too large")
 
-    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.json_object()))
+    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.grammar.json_object()))
     request.result()
     monkeypatch.setattr("xinfer_jax.grammar.matcher.Matcher.fill", fail)
-    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.json_object()))
+    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.grammar.json_object()))
     with pytest.raises(NoTokenLeftError, match="too large"):
         for _ in request:
             pass

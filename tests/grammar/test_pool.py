@@ -25,7 +25,7 @@ from xinfer_jax.grammar.pool import GrammarPool
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-LONG = xj.json_schema({"type": "integer", "multipleOf": 9699692})  # known to no other test
+LONG = xj.grammar.json_schema({"type": "integer", "multipleOf": 9699692})  # known to no other test
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,14 @@ def test_a_hostile_grammar_ends_in_an_answer_or_a_sentence(pool, monkeypatch, na
     else:
         assert found.first is not None
     assert time.monotonic() - began < 60  # 5 s where the machine has nothing else to do
-    assert compile_in(pool, xj.json_object(), "other").first is not None
+    assert compile_in(pool, xj.grammar.json_object(), "other").first is not None
 
 
 def test_masks_are_those_of_this_process(model, pool):
     """Also with draft tokens, and where a process was lost in between."""
-    grammar = xj.json_schema(dict(type="array", items=dict(enum=["a", "bc", 12])), tokenizer=model.tokenizer)
+    grammar = xj.grammar.json_schema(
+        dict(type="array", items=dict(enum=["a", "bc", 12])), tokenizer=model.tokenizer
+    )
     (V, ends) = model.config.vocab_size, model.config.eos_token_ids
     local = CompiledGrammar(grammar, V).matcher([5], ends)
     pooled = compile_in(pool, grammar).compile(V).matcher([5], ends)
@@ -96,7 +98,7 @@ def test_a_grammar_that_is_known_to_fail_has_an_error_of_its_own(pool, monkeypat
     errors = []
     for _ in range(3):
         with pytest.raises(GrammarError, match="takes more than") as found:
-            compile_in(pool, xj.json_schema({"type": "integer", "multipleOf": 9699694}))
+            compile_in(pool, xj.grammar.json_schema({"type": "integer", "multipleOf": 9699694}))
         errors.append(found.value)
     assert len({*map(id, errors)}) == 3
 
@@ -107,11 +109,11 @@ def test_a_cancelled_job_ends_and_a_slot_is_the_clients_own(pool, monkeypatch):
     async def cancel():
         task = asyncio.ensure_future(pool.compile("leaves", LONG))
         await asyncio.sleep(0.05)
-        other = await pool.compile("other", xj.json_object())
+        other = await pool.compile("other", xj.grammar.json_object())
         assert other.first is not None and not task.done()
         task.cancel()
         began = time.monotonic()
-        await pool.compile("leaves", xj.json_object())
+        await pool.compile("leaves", xj.grammar.json_object())
         return time.monotonic() - began
 
     assert asyncio.run(cancel()) < pool_module._CHECK_SECONDS
@@ -119,7 +121,7 @@ def test_a_cancelled_job_ends_and_a_slot_is_the_clients_own(pool, monkeypatch):
 
 def test_masks_have_a_budget(model, pool, monkeypatch):
     monkeypatch.setattr(pool_module, "_BUDGET", -1.0)
-    matcher = compile_in(pool, xj.json_object()).compile(model.config.vocab_size).matcher([5], [270])
+    matcher = compile_in(pool, xj.grammar.json_object()).compile(model.config.vocab_size).matcher([5], [270])
     with pytest.raises(NoTokenLeftError, match="the masks of the json grammar take more than"):
         matcher.fill(np.zeros((1, model.config.vocab_size // 32), np.uint32))
 
@@ -148,7 +150,7 @@ class _LateGrammar(Grammar):
 def test_rows_with_late_masks_wait_alone(model, shape):
     """They lose neither settings nor limits, and others go on. With draft tokens a step is one program."""
     schema = dict(type="array", items=dict(type="integer", minimum=0, maximum=9), minItems=9, maxItems=9)
-    source = xj.json_schema(schema).source
+    source = xj.grammar.json_schema(schema).source
     grammar = _LateGrammar("json", source, model.tokenizer)
     hot = xj.SamplingConfig(temperature=1.5, repetition_penalty=1.1)
     given = xj.GenerateOptions(24, hot, grammar=grammar)
@@ -173,7 +175,7 @@ def test_rows_with_late_masks_wait_alone(model, shape):
 
 def test_a_grammar_that_is_not_quick_goes_on_in_a_slow_process(pool, monkeypatch):
     monkeypatch.setitem(turns._QUICK_SECONDS, turns.CHECK, 1e-3)
-    grammar = xj.json_schema(dict(enum=[f"choice {i}" for i in range(4000)]))
+    grammar = xj.grammar.json_schema(dict(enum=[f"choice {i}" for i in range(4000)]))
     assert compile_in(pool, grammar, "heavy").first is not None
     assert pool._turns._clients["heavy"].slow == {turns.CHECK: turns._SLOW_JOBS, turns.MASKS: 0}
     assert any(slot.done for slot in pool._turns.slots if slot.pace == turns.SLOW)

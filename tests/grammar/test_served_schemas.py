@@ -23,7 +23,7 @@ A = dict(type="integer")
 
 
 def matcher(schema, **how):
-    found = schema_walks.byte_matcher(xj.json_schema(schema, **how).source)
+    found = schema_walks.byte_matcher(xj.grammar.json_schema(schema, **how).source)
     assert not found.is_error(), found.get_error()
     return found
 
@@ -156,7 +156,7 @@ REJECTED = [
 @pytest.mark.parametrize(("schema", "words"), REJECTED)
 def test_what_would_be_wrong_is_rejected_by_name(schema, words):
     with pytest.raises(xj.InputError, match=re.escape(words)):
-        xj.json_schema(schema)
+        xj.grammar.json_schema(schema)
 
 
 def test_sources_are_searched_in_linear_time():
@@ -224,7 +224,7 @@ def test_deep_schemas_are_rejected():
     for _ in range(3000):
         deep = dict(items=deep)
     with pytest.raises(xj.InputError, match="nested too deeply|must be JSON"):
-        xj.json_schema(deep)
+        xj.grammar.json_schema(deep)
     with pytest.raises(xj.InputError, match="nested too deeply"):
         served_schema(deep, False)
 
@@ -243,7 +243,7 @@ def test_models_of_pydantic():
         note: str | None = None
 
     with pytest.raises(xj.InputError, match="not enforced"):
-        xj.json_schema(Order)
+        xj.grammar.json_schema(Order)
     text = '{"items":[{"kinds":["a","a"],"path":"/x","price":0.5}],"note":null}'
     found = matcher(Order, strict=False)
     assert allows(found, text) and not allows(found, text.replace("0.5", "1"))

@@ -124,7 +124,7 @@ def test_block_tables_are_not_divided(mesh):
 
 def test_shardings_of_parameters(mesh):
     """Outputs of matrices with hidden states as input, inputs of the others, rows of the vocabulary."""
-    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), xj.shardings(CONFIG, mesh))
+    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), xj.params.shardings(CONFIG, mesh))
     layer = specs["layers"][0]
     assert (
         layer["q"] == layer["gate"] | {"bias": ("model",)} == {"weight": ("model", None), "bias": ("model",)}
@@ -136,10 +136,13 @@ def test_shardings_of_parameters(mesh):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda mesh: xj.shardings(CONFIG, "model"), "mesh must be a jax.sharding.Mesh with an axis 'model'"),
-        (lambda mesh: xj.shardings(CONFIG, jax.make_mesh((1,), ("rows",))), r"got \['rows'\]"),
-        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="data"), "fsdp='data' is no axis of the mesh"),
-        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="model"), "'model' can be used once"),
+        (
+            lambda mesh: xj.params.shardings(CONFIG, "model"),
+            "mesh must be a jax.sharding.Mesh with an axis 'model'",
+        ),
+        (lambda mesh: xj.params.shardings(CONFIG, jax.make_mesh((1,), ("rows",))), r"got \['rows'\]"),
+        (lambda mesh: xj.params.shardings(CONFIG, mesh, fsdp="data"), "fsdp='data' is no axis of the mesh"),
+        (lambda mesh: xj.params.shardings(CONFIG, mesh, fsdp="model"), "'model' can be used once"),
         (lambda mesh: xj.load_model(mesh=4), "mesh must be a jax.sharding.Mesh .* got int"),
         (
             lambda mesh: layer_partition_specs({}, CONFIG, AbstractMesh((8,), ("model",))),

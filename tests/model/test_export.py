@@ -24,7 +24,7 @@ def rollout(config):
         cache = xj.init_cache(config, tokens_BT.shape[0], 64)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
         out = xj.decode_loop(params, config, logits_BV, cache, key, xj.SamplingConfig(0.8), EOS, 3)
-        return xj.pack_rollout(tokens_BT, num_tokens_B, out)
+        return xj.rollouts.pack_rollout(tokens_BT, num_tokens_B, out)
 
     return run
 
@@ -44,7 +44,7 @@ def test_symbolic_rows_and_tokens(name, of):
     """The tokens, and logits to rounding, of a program for these sizes: here experts and blocks of keys take
     the form that serves every size.
     """
-    config = xj.from_hf(CASES[name].hf | FEWER_LAYERS[name])
+    config = xj.ModelConfig.from_hf(CASES[name].hf | FEWER_LAYERS[name])
     params = params_from(config, random_tensors(config, 5))
     given = np.arange(14, dtype=np.int32).reshape(2, 7), np.array([7, 4], np.int32), jax.random.key(1)
     B, T = export.symbolic_shape("B, T", constraints=["T >= 2"])

@@ -37,7 +37,7 @@ def test_adapters_of_rows_in_both_executors():
     forward = jax.jit(xj.forward, static_argnums=1)
     wanted_BV = []
     for row, adapter in enumerate((adapters[1], None, adapters[0])):
-        adapted = xj.with_adapter(params, adapter) if adapter else params
+        adapted = xj.lora.with_adapter(params, adapter) if adapter else params
         logits_BTV, _ = forward(adapted, config, tokens_BT[row : row + 1])
         wanted_BV.append(logits_BTV[0, num_tokens_B[row] - 1])
     for executor in (TracedExecutor(DEFAULT), LayerwiseExecutor(DEFAULT)):

@@ -216,5 +216,5 @@ def test_an_expert_that_was_not_chosen_may_overflow():
 
 @pytest.mark.unit
 def test_every_sparse_layer_has_a_router():
-    config = xj.from_hf(cases.CASES["moe-defaults"].hf | dict(mlp_only_layers=[1]))
+    config = xj.ModelConfig.from_hf(cases.CASES["moe-defaults"].hf | dict(mlp_only_layers=[1]))
     assert ["router" in layer for layer in file_specs(config)["layers"]] == [True, False, True]

@@ -106,16 +106,16 @@ def test_per_layer_config_of_saved_files():
     sliding = dict(head_dim=16, num_key_value_heads=2)
     hf = {k: v for k, v in MOE.hf.items() if k not in ("global_head_dim", "num_global_key_value_heads")}
     saved = hf | dict(per_layer_config={"0": sliding, "1": full, "2": full})
-    assert xj.from_hf(saved) == MOE.config
+    assert xj.ModelConfig.from_hf(saved) == MOE.config
     with pytest.raises(xj.InputError, match="layers of full_attention must have the same sizes, and layer 2"):
-        xj.from_hf(hf | dict(per_layer_config={"1": full, "2": sliding}))
+        xj.ModelConfig.from_hf(hf | dict(per_layer_config={"1": full, "2": sliding}))
     with pytest.raises(xj.InputError, match=re.escape("per_layer_config of layer 0: ['skip'] is not")):
-        xj.from_hf(hf | dict(per_layer_config={"0": dict(skip=["mlp"])}))
+        xj.ModelConfig.from_hf(hf | dict(per_layer_config={"0": dict(skip=["mlp"])}))
     for keys in (["0", "00"], ["3"], ["first"], ["-1"]):
         with pytest.raises(xj.InputError, match="must have layers below 3 as its keys, each once, got"):
-            xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
+            xj.ModelConfig.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
     # Without attention_k_eq_v, as transformers reads them.
-    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).cached_mixers[1].num_kv_heads == 2
+    assert xj.ModelConfig.from_hf(MOE.hf | dict(attention_k_eq_v=False)).cached_mixers[1].num_kv_heads == 2
 
 
 def test_keys_of_per_layer_config_from_ten_layers_on():
@@ -124,7 +124,9 @@ def test_keys_of_per_layer_config_from_ten_layers_on():
     hf = MOE.hf | dict(num_hidden_layers=12, layer_types=types)
     full = dict(head_dim=24, num_key_value_heads=1)
     for keys in (["05", "11"], ["5", "11"], ["0005", "0011"]):
-        assert xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, full))) == xj.from_hf(hf)
+        assert xj.ModelConfig.from_hf(
+            hf | dict(per_layer_config=dict.fromkeys(keys, full))
+        ) == xj.ModelConfig.from_hf(hf)
 
 
 @pytest.mark.full
@@ -133,10 +135,10 @@ def test_a_checkpoint_that_transformers_saves(tmp_path):
     pytest.importorskip("transformers")
     types = [*["sliding_attention"] * 5, "full_attention"] * 2
     hf = MOE.hf | dict(num_hidden_layers=12, layer_types=types)
-    saved = cases.hf_model(hf, cases.random_tensors(xj.from_hf(hf), 5))
+    saved = cases.hf_model(hf, cases.random_tensors(xj.ModelConfig.from_hf(hf), 5))
     saved.save_pretrained(tmp_path)
     model = xj.load_model(tmp_path, dtype="float32")
-    assert model.config == xj.from_hf(hf)
+    assert model.config == xj.ModelConfig.from_hf(hf)
     wanted = cases.params_from(model.config, cases.random_tensors(model.config, 5))
     jax.tree.map(np.testing.assert_array_equal, model.params, wanted)
 
@@ -155,7 +157,7 @@ def test_a_checkpoint_that_transformers_saves(tmp_path):
 )
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
-        xj.from_hf(CASE.hf | change)
+        xj.ModelConfig.from_hf(CASE.hf | change)
 
 
 def test_rejected_calls(model):
@@ -166,6 +168,6 @@ def test_rejected_calls(model):
     with pytest.raises(xj.InputError, match="linear attention and Gemma 4 cannot be written"):
         awq.quantized_params(params, "int8")
     with pytest.raises(xj.InputError, match="index of an outlier in a byte, and head_dim 512 exceeds 256"):
-        wide = xj.from_hf(CASE.hf | FEWER_LAYERS | dict(global_head_dim=512))
+        wide = xj.ModelConfig.from_hf(CASE.hf | FEWER_LAYERS | dict(global_head_dim=512))
         xj.generate(params, wide, prompts, dataclasses.replace(OPTIONS, cache_dtype="gear"))
     assert is_divisible(config, 2) and not is_divisible(MOE.config, 2)  # one key head of full layers

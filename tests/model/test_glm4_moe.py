@@ -40,7 +40,7 @@ def model():
 def published() -> dict[str, np.ndarray]:
     """The tensors of the case as files have them."""
     params, config, _ = family_checks.small_model(CASE)
-    return {name: np.asarray(x) for name, x in xj.params_to_tensors(params, config).items()}
+    return {name: np.asarray(x) for name, x in xj.params.params_to_tensors(params, config).items()}
 
 
 def with_draft_layer(tensors, layer=3):
@@ -189,11 +189,11 @@ def test_layers_that_draft_are_not_read(tmp_path, quantize):
         with pytest.raises(xj.InputError, match="experts in int8 or int4 cannot be saved"):
             xj.save_model(tmp_path / "saved", params, models[1].config)
         return
-    given = xj.params_from_tensors(CASE.config, with_draft_layer(published()))
+    given = xj.params.params_from_tensors(CASE.config, with_draft_layer(published()))
     jax.tree.map(np.testing.assert_array_equal, given, params)
     xj.save_model(tmp_path / "saved", params, CASE.config)
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert settings["num_nextn_predict_layers"] == 0 and xj.from_hf(settings) == CASE.config
+    assert settings["num_nextn_predict_layers"] == 0 and xj.ModelConfig.from_hf(settings) == CASE.config
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == published().keys()
     xj.save_model(tmp_path / "like", params, CASE.config, like=drafting)
     assert load_file(tmp_path / "like" / "model.safetensors").keys() == with_draft_layer(published()).keys()
@@ -203,13 +203,13 @@ def test_other_layers_after_the_last_one_are_an_error():
     """The config has too few layers, or the layer before the one that drafts is no layer of the model."""
     fewer = dataclasses.replace(CASE.config, num_hidden_layers=2)
     with pytest.raises(xj.InputError, match="unknown model.layers.2"):
-        xj.params_from_tensors(fewer, with_draft_layer(published()))
+        xj.params.params_from_tensors(fewer, with_draft_layer(published()))
     without = {name: x for name, x in with_draft_layer(published()).items() if ".eh_proj" not in name}
     with pytest.raises(xj.InputError, match="unknown model.layers.3"):
-        xj.params_from_tensors(CASE.config, without)
+        xj.params.params_from_tensors(CASE.config, without)
     lost = {name: x for name, x in published().items() if "layers.1.mlp.gate.e_score" not in name}
     with pytest.raises(xj.InputError, match=r"missing model.layers.1.mlp.gate.e_score_correction_bias \[8\]"):
-        xj.params_from_tensors(CASE.config, lost)
+        xj.params.params_from_tensors(CASE.config, lost)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_other_layers_after_the_last_one_are_an_error():
 )
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
-        xj.from_hf(CASE.hf | change)
+        xj.ModelConfig.from_hf(CASE.hf | change)
 
 
 def test_defaults_are_those_of_air():
@@ -242,7 +242,7 @@ def test_defaults_are_those_of_air():
     """
     sizes = dict(vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46)
     hf = dict(model_type="glm4_moe", num_attention_heads=96, head_dim=128, attention_bias=True, **sizes)
-    config = xj.from_hf(hf)
+    config = xj.ModelConfig.from_hf(hf)
     attention, router = config.layers[0].attention, config.experts.router
     assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, None)
     assert [layer.experts is None for layer in config.layers[:3]] == [True, False, False]

@@ -109,13 +109,13 @@ def test_stored_experts(tmp_path, quantize, model):
 )
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
-        xj.from_hf(CASE.hf | change)
+        xj.ModelConfig.from_hf(CASE.hf | change)
 
 
 def test_defaults():
     """Of an almost empty config.json: those of transformers."""
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
-    config = xj.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
+    config = xj.ModelConfig.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
     assert config.layer_windows == (128, None, 128, None)
     assert (config.head_dim, config.num_experts, config.num_experts_per_tok) == (64, 128, 4)
     assert (config.experts.swiglu, config.rms_norm_eps) == (ClampedSwiglu(1.702, 7.0), 1e-5)

@@ -94,9 +94,11 @@ def test_gradients_are_those_of_torch(name, request):
     plain = gradient(params, *batch)
     found = {"torch": deviation(plain, torch_gradient(case, config, tensors))}
     if request.config.getoption("soak"):
-        stacked = params if config.shares_kv else xj.stack_layers(params, config)
+        stacked = params if config.shares_kv else xj.params.stack_layers(params, config)
         again = gradient(stacked, *batch, remat="layer")
-        found["remat, stacked"] = deviation(again if config.shares_kv else xj.unstack_layers(again), plain)
+        found["remat, stacked"] = deviation(
+            again if config.shares_kv else xj.params.unstack_layers(again), plain
+        )
         how = dict(segment_ids_BT=np.repeat(np.arange(2), LENGTHS)[None])
         if config.experts:
             routes = xj.score(params, config, *batch, return_routes=True).routes

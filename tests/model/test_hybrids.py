@@ -91,8 +91,8 @@ def test_cached_equals_uncached_however_it_is_split(model):
     assert cache.layers[0].state.dtype == np.float32 and cache.dtype == "int8"
     cache = family_checks.check_chunks(model, (1, 2, 39, 76, 77))
     with pytest.raises(xj.InputError, match="row 0 cannot go back from 5 to 4 tokens: its linear-attention"):
-        xj.truncate(cache, [4, 23, 77])
-    assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
+        cache.truncate([4, 23, 77])
+    assert cache.truncate([0, 23, 77]).length_B.tolist() == [0, 23, 77]
 
 
 @pytest.mark.full
@@ -131,12 +131,12 @@ def test_prefixes_reach_to_their_state(model, out, tmp_path):
 )
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
-        xj.from_hf(CASE.hf | change)
+        xj.ModelConfig.from_hf(CASE.hf | change)
 
 
 def test_null_is_as_absent():
     absent = dict(attn_output_gate=None, mamba_ssm_dtype=None)
-    assert xj.from_hf(CASE.hf | absent) == CASE.config
+    assert xj.ModelConfig.from_hf(CASE.hf | absent) == CASE.config
 
 
 def test_meshes_divide_the_heads_of_linear_attention():

@@ -47,8 +47,8 @@ def test_cached_equals_uncached_however_it_is_split(model):
     assert xj.init_cache(config, 3, 128, "int8").layers[0].inputs.dtype == np.float32
     cache = family_checks.check_chunks(model, (1, 2, 39, 76, 77))
     with pytest.raises(xj.InputError, match="cannot go back from 5 to 4 tokens: its short convolutions"):
-        xj.truncate(cache, [4, 23, 77])
-    assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
+        cache.truncate([4, 23, 77])
+    assert cache.truncate([0, 23, 77]).length_B.tolist() == [0, 23, 77]
 
 
 @pytest.mark.full
@@ -132,12 +132,12 @@ def test_older_names_of_settings():
     types = ["conv", "full_attention", "conv", "full_attention", "conv"]
     newer = dict(CASE.hf, intermediate_size=CASE.hf["block_ff_dim"], layer_types=types)
     del newer["block_ff_dim"], newer["full_attn_idxs"]
-    assert xj.from_hf(newer) == CASE.config
+    assert xj.ModelConfig.from_hf(newer) == CASE.config
     assert CASE.config.intermediate_size == 80 and CASE.config.tie_word_embeddings
-    assert not xj.from_hf(CASE.hf | dict(tie_embedding=False)).tie_word_embeddings
-    assert xj.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=1.3)).intermediate_size == 96
-    assert xj.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=None)).intermediate_size == 66
-    attention = xj.from_hf(CASE.hf | dict(full_attn_idxs=None))
+    assert not xj.ModelConfig.from_hf(CASE.hf | dict(tie_embedding=False)).tie_word_embeddings
+    assert xj.ModelConfig.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=1.3)).intermediate_size == 96
+    assert xj.ModelConfig.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=None)).intermediate_size == 66
+    attention = xj.ModelConfig.from_hf(CASE.hf | dict(full_attn_idxs=None))
     assert [layer.attention is not None for layer in attention.layers] == [True] * 5
 
 
@@ -180,7 +180,7 @@ def test_int8_matrices_and_what_stays_float(tmp_path):
 )
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
-        xj.from_hf(CASE.hf | change)
+        xj.ModelConfig.from_hf(CASE.hf | change)
 
 
 # --- the mixer ----------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
     np.testing.assert_allclose(cases.hf_logits(opened, prompt), cases.hf_logits(model, prompt), atol=1e-5)
     model.save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, xj.params_from_tensors(config, theirs), params)
-    tensors = xj.params_to_tensors(params, config)
+    jax.tree.map(np.testing.assert_array_equal, xj.params.params_from_tensors(config, theirs), params)
+    tensors = xj.params.params_to_tensors(params, config)
     width_0 = {
         key for key in theirs if ".shared_expert" in key and not config.experts.shared_intermediate_size
     }

@@ -77,8 +77,8 @@ def test_given_experts_are_used_in_every_way_to_score(model, others):
     assert abs(float(want[0] - free[0])) > 0.1
     routers = [layer["router"]["weight"] for layer in want[1]["layers"] if "router" in layer]
     assert len(routers) == mixtures(config) and all(np.abs(x).max() > 0 for x in routers)
-    stacked = slopes(xj.stack_layers(params, config), config, *batch, routes=others, remat="layer")
-    assert_close((stacked[0], xj.unstack_layers(stacked[1])), want)
+    stacked = slopes(xj.params.stack_layers(params, config), config, *batch, routes=others, remat="layer")
+    assert_close((stacked[0], xj.params.unstack_layers(stacked[1])), want)
 
 
 @pytest.mark.full
@@ -98,7 +98,7 @@ def test_tokens_without_a_route_choose_freely(model, others):
     batch = cases.pad_prompts(TEXTS)
     mixed = others.copy()
     mixed[:, 1::2, :, 0] = -1
-    stacked = xj.stack_layers(params, config)
+    stacked = xj.params.stack_layers(params, config)
     first = score(stacked, config, batch, mixed)
     np.testing.assert_array_equal(first.routes[:2, :2:2], others[:2, :2:2])
     assert (first.routes[:2, 1] >= 0).all() and (first.routes[:2, 1] != others[:2, 1]).any()
@@ -125,7 +125,7 @@ def test_a_rollout_is_scored_with_its_routes():
         )  # fmt: skip
         together_BT = jnp.concatenate([out.token_B[:, None], np.ones((3, 2), np.int32)], 1)
         more = xj.run_model(params, config, together_BT, out.cache, **asked)
-        return out, xj.pack_rollout(prompts_BT, num_tokens_B, out, prompt.routes), more.routes
+        return out, xj.rollouts.pack_rollout(prompts_BT, num_tokens_B, out, prompt.routes), more.routes
 
     out, packed, more = rollout()
     for row, n in enumerate(out.length_B):  # the last token has not been through the model
@@ -140,7 +140,7 @@ def test_a_rollout_is_scored_with_its_routes():
     assert (score(other, config, batch, free).routes[fed_BT] != packed.routes[fed_BT]).any()
     used = score(other, config, batch, packed.routes).routes
     np.testing.assert_array_equal(used[fed_BT], packed.routes[fed_BT])
-    alone = xj.pack_rollout(prompts_BT, num_tokens_B, out)
+    alone = xj.rollouts.pack_rollout(prompts_BT, num_tokens_B, out)
     assert (alone.routes[:, 0] == -1).all() and (alone.routes != -1).any()
     tokens_BT = np.array(packed.tokens_BT)
     for row, n in enumerate(packed.num_tokens_B):

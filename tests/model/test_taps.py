@@ -289,6 +289,6 @@ def test_a_tap_has_a_function(how):
 
 def test_stacked_layers_have_no_taps(model):
     params, config, tokens_BT = model
-    stacked = xj.stack_layers(params, config)
+    stacked = xj.params.stack_layers(params, config)
     with pytest.raises(InputError, match="taps need layers that are not stacked"):
         xj.run_model(stacked, config, tokens_BT, taps={0: xj.Tap(read=True)})

@@ -156,12 +156,12 @@ def test_packed_texts_over_many_blocks():
 def test_stacked_layers(model):
     params, config, want = model
     tokens_BT, num_tokens_B = padded()
-    stacked = xj.stack_layers(params, config)
+    stacked = xj.params.stack_layers(params, config)
     if config.shares_kv:
         with pytest.raises(xj.InputError, match="another layer's keys cannot be stacked"):
             loss(stacked, config, tokens_BT)
         return
-    want = xj.stack_layers(want, config)
+    want = xj.params.stack_layers(want, config)
     assert_close(gradient(stacked, config, tokens_BT, num_tokens_B, remat="layer"), want)
     in_a_list = params | dict(layers=[*params["layers"]])  # as some libraries restore tuples
     np.testing.assert_array_equal(loss(in_a_list, config, tokens_BT), loss(params, config, tokens_BT))
@@ -206,7 +206,7 @@ def test_entropy_and_divergences_without_all_logits(model):
     )
     got = of_all(params, reference=other, teacher_topk=teacher)
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
-    want = xj.Scores(
+    want = xj.types.Scores(
         jnp.take_along_axis(p, tokens_BT[:, 1:, None], -1)[..., 0],
         -(jnp.exp(p) * p).sum(-1),
         (jnp.exp(p) * (p - q)).sum(-1),
@@ -224,7 +224,7 @@ def test_a_loss_of_ones_own_by_parts():
     def by_parts(params, chunk):
         hidden_BTD, _ = xj.hidden_states(params, config, tokens_BT)
         best = lambda logits_BCV, tokens_BC: logits_BCV.max(-1) * tokens_BC  # noqa: E731
-        return xj.map_logits(params, config, hidden_BTD, best, tokens_BT, chunk=chunk).sum()
+        return xj.rollouts.map_logits(params, config, hidden_BTD, best, tokens_BT, chunk=chunk).sum()
 
     whole, parts = (jax.jit(jax.value_and_grad(partial(by_parts, chunk=c)))(params) for c in (None, 3))
     assert_close(parts, whole)
@@ -261,7 +261,9 @@ def test_what_does_not_go_together():
 @pytest.mark.full
 def test_gradients_through_a_cache():
     """Of a prompt and the tokens after it: those of one forward pass. Keys fill three blocks, and a ring."""
-    config = xj.from_hf(QWEN | dict(use_sliding_window=True, sliding_window=20, max_window_layers=1))
+    config = xj.ModelConfig.from_hf(
+        QWEN | dict(use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    )
     params = random_params(config)
     tokens_BT = np.random.default_rng(0).integers(2, config.vocab_size, (2, 60)).astype(np.int32)
 
@@ -280,7 +282,7 @@ def test_gradients_through_a_cache():
 
 @pytest.mark.full
 def test_loops_that_end_with_their_rows_have_no_gradient():
-    config = xj.from_hf(QWEN | dict(num_hidden_layers=1))
+    config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=1))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
     tokens_BT = np.ones((1, 520), np.int32)
 
@@ -307,7 +309,7 @@ def test_loops_that_end_with_their_rows_have_no_gradient():
 @pytest.mark.full
 def test_final_norm_decides_the_dtype_of_activations():
     """A float32 tree that is cast under jit has float32 gradients, near those in float32."""
-    config = xj.from_hf(QWEN | dict(num_hidden_layers=1))
+    config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=1))
     master = random_params(config)
     tokens_BT = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).astype(np.int32)
 

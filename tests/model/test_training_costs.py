@@ -21,9 +21,9 @@ M, D, F, X, U = 8192, 512, 256, 64, 4  # tokens, width, width of an expert, expe
 
 def lowered(layers):
     """grad(score) of so many stacked layers, of which nothing is computed."""
-    config = xj.from_hf(SMALL | dict(num_hidden_layers=layers))
+    config = xj.ModelConfig.from_hf(SMALL | dict(num_hidden_layers=layers))
     params = jax.eval_shape(
-        lambda: xj.stack_layers(xj.init_params(config, jax.random.key(0), "float32"), config)
+        lambda: xj.params.stack_layers(xj.init_params(config, jax.random.key(0), "float32"), config)
     )
     tokens_BT = jax.ShapeDtypeStruct((2, 16), np.int32)
     loss = lambda params, tokens_BT: xj.score(params, config, tokens_BT).sum()  # noqa: E731

@@ -32,9 +32,9 @@ CORE = closure.core()
 OPTIONAL_FEATURES = {
     "adapters", "alternatives", "functions of callers", "grammars", "meshes", "other settings", "packed rows",
     "prefixes", "quantized caches", "routes", "settings of a checkpoint", "speculative decoding",
-    "stacked layers", "taps",
+    "stacked layers", "taps", "truncated rows",
 }  # fmt: skip
-IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
+IMPORTERS = {"xinfer_jax", "xinfer_jax.lazy_names", "xinfer_jax.registry"}  # modules that import by name
 
 
 @pytest.mark.parametrize("start", BOUNDS)
@@ -99,7 +99,7 @@ def test_core_runs_alone(family, tmp_path):
     """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing
     blocked the calls load the core, the table, and what the table names for this platform.
     """
-    config = xj.from_hf(QWEN | ALONE[family] | dict(model_type=family))
+    config = xj.ModelConfig.from_hf(QWEN | ALONE[family] | dict(model_type=family))
     params = xj.init_params(config, jax.random.key(0), "float32")
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).tolist()
     path = tmp_path / "model.pickle"
@@ -157,7 +157,7 @@ print(json.dumps(sorted(found)))
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="list comprehensions are no frames from 3.12 on")
 def test_frames_from_generate_to_a_product(tmp_path):
     """In a decode step of the core alone, with everything else blocked."""
-    config = xj.from_hf(QWEN | dict(model_type="llama", num_hidden_layers=1))
+    config = xj.ModelConfig.from_hf(QWEN | dict(model_type="llama", num_hidden_layers=1))
     params = xj.init_params(config, jax.random.key(0), "float32")
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps((config, jax.tree.map(np.asarray, params))))

@@ -4,6 +4,7 @@ line, and additions to the registries.
 
 import copy
 import dataclasses
+import functools
 import inspect
 import pickle
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 from paths import ROOT
+from public_names import PUBLIC, SPACES
 from small_models import QWEN
 
 import xinfer_jax as xj
@@ -39,10 +41,10 @@ def model(good) -> xj.Model:
 
 def test_reprs_are_short(model):
     cache = xj.init_cache(model.config, 2, 64)
-    out = xj.GenerateOutput([[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "eos"], None)
-    cost = xj.GenerateStats(2, 3, 4, 5)
-    beams = xj.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]], cost)
-    prefix = xj.Prefix([[1, 2, 3], [4] * 50], cache)
+    out = xj.types.GenerateOutput([[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "eos"], None)
+    cost = xj.types.GenerateStats(2, 3, 4, 5)
+    beams = xj.types.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]], cost)
+    prefix = xj.types.Prefix([[1, 2, 3], [4] * 50], cache)
     assert repr(model) == (
         "Model(qwen2, 0.2083 M parameters in float32, 0.8 MiB, vocabulary 288, context 256, tokenizer)"
     )
@@ -83,9 +85,9 @@ def fields(kind):
     return list(getattr(kind, "_fields", ()))
 
 
-@pytest.mark.parametrize("name", [name for name in xj.__all__ if fields(getattr(xj, name))])
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if fields(value)])
 def test_help_explains_every_field(name):
-    kind = getattr(xj, name)
+    kind = PUBLIC[name]
     section = inspect.getdoc(kind).split("Attributes:\n")[1]
     lines = re.findall(r"^    (\w+(?:, \w+)*): \S", section, re.MULTILINE)
     assert ", ".join(lines).split(", ") == fields(kind)
@@ -129,6 +131,26 @@ def test_errors_tokenizers_and_configs_can_be_copied(model, again):
     assert tokenizer.eos_token_ids == model.tokenizer.eos_token_ids
     config = again(model.config)
     assert config == model.config and config.eos_token_ids == model.config.eos_token_ids
+
+
+@pytest.mark.parametrize("old, new", xj._MOVED.items())
+def test_old_names_work_and_warn(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"xj\.{old} is now xj\.{re.escape(new)}; .* 0.3") as caught:
+        value = getattr(xj, old)
+    assert value is functools.reduce(getattr, new.split("."), xj) or inspect.ismethod(value)
+    assert caught[0].filename == __file__
+    assert old not in xj.__all__ and old not in dir(xj)
+
+
+def test_the_overview_fits_a_screen_and_names_everything():
+    text = inspect.getdoc(xj)
+    assert len(text.splitlines()) <= 60
+    left_out = {"ModelConfig", "Model", "Tokenizer", "KVCache", "testing"}
+    assert {name for name in xj.__all__ if not re.search(rf"\b{name}\b", text)} <= left_out
+    assert len({*xj.__all__} - {*SPACES}) <= 48
+    for space in SPACES.values():
+        named = inspect.getdoc(space)
+        assert not [name for name in space.__all__ if f"`{name}" not in named], space
 
 
 # --- EOS ids of the model -----------------------------------------------------------------------------------
@@ -188,14 +210,13 @@ WRONG_TYPES = {
         lambda p, c: xj.forward(p | dict(final_norm=Param(p["final_norm"])), c, TOKENS),
         "tree of arrays, got leaves of flax .Param.: give what nnx.pure",
     ),
-    "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got None"),
-    "truncate-float": (lambda p, c: xj.truncate(xj.init_cache(c), 1.5), "needs lengths of at least 0"),
+    "truncate-float": (lambda p, c: xj.init_cache(c).truncate(1.5), "needs lengths of at least 0"),
     "truncate-rows": (
-        lambda p, c: xj.truncate(xj.init_cache(c), np.array([1, 2])),
+        lambda p, c: xj.init_cache(c).truncate(np.array([1, 2])),
         "one for all 1 rows or one for each",
     ),
-    "from_hf-none": (lambda p, c: xj.from_hf(None), "config.json's object, got None"),
-    "from_hf-empty": (lambda p, c: xj.from_hf({}), "model_type None is not supported"),
+    "from_hf-none": (lambda p, c: xj.ModelConfig.from_hf(None), "config.json's object, got None"),
+    "from_hf-empty": (lambda p, c: xj.ModelConfig.from_hf({}), "model_type None is not supported"),
     "generate-options": (lambda p, c: xj.generate(p, c, [[1]], {"n": 1}), "must be GenerateOptions"),
     "beam-eos": (lambda p, c: xj.beam_search(p, c, [1], eos_token_ids=3), "eos_token_ids must be a list"),
     "forward-reads": (
@@ -230,7 +251,7 @@ def test_public_parts_compose_to_forward(model):
     reads = xj.run_model(params, config, TOKENS, taps={last: xj.Tap(read=True)}).reads
     np.testing.assert_allclose(xj.final_norm(params, config, reads[last]), hidden, atol=1e-5)
     for length in (2, np.int64(2), np.array([2, 2]), jnp.array([2, 2]), 10**12):
-        back = xj.truncate(cache, length)
+        back = cache.truncate(length)
         assert back.length_B.tolist() == [min(length, 4) if isinstance(length, int) else 2] * 2
 
 
@@ -278,7 +299,7 @@ def registries(monkeypatch):
 
 @pytest.mark.full
 def test_a_registered_kind_of_rope_turns_queries_and_keys(registries):
-    config = xj.from_hf(QWEN)
+    config = xj.ModelConfig.from_hf(QWEN)
 
     def halved(rope, inverse, original, length_B):
         return inverse / 2, 1.0

@@ -43,8 +43,8 @@ def count(counts_BV, token_B, context):
     return counts_BV.at[jnp.arange(len(token_B)), token_B].add(1)
 
 
-BIAS = xj.Processor(None, add_bias)
-PRESENCE = xj.Processor(
+BIAS = xj.LogitsProcessor(None, add_bias)
+PRESENCE = xj.LogitsProcessor(
     lambda penalty_B, context: dict(penalty=penalty_B, count=jnp.zeros(context.seen_BV.shape, int)),
     lambda state, logits_BV, context: logits_BV - state["penalty"][:, None] * (state["count"] > 0),
     lambda state, token_B, context: state | dict(count=count(state["count"], token_B, context)),
@@ -55,7 +55,7 @@ def keep(state, logits_BV, context):
     return logits_BV
 
 
-IDENTITY = xj.Processor(None, keep)
+IDENTITY = xj.LogitsProcessor(None, keep)
 
 
 def same(one, other):
@@ -82,7 +82,7 @@ def test_last_processors_get_what_is_sampled_from(decode):
         assert logits_BV.shape == (B, V)
         return jnp.where(logits_BV == logits_BV.max(-1, keepdims=True), logits_BV, -jnp.inf)
 
-    got = decode(processors=[(xj.Processor(None, keep_best, last=True), ())], logprobs=1)
+    got = decode(processors=[(xj.LogitsProcessor(None, keep_best, last=True), ())], logprobs=1)
     np.testing.assert_array_equal(got.tokens_BT, decode(xj.SamplingConfig()).tokens_BT)
     np.testing.assert_array_equal(got.alternatives.processed_BT, 0)
 
@@ -150,7 +150,7 @@ def keeps_a_tracer(_, logits_BV, context):
 
 
 def given(arguments=(), init=None, apply=add_bias, update=None):
-    return dict(processors=[(xj.Processor(init, apply, update), arguments)])
+    return dict(processors=[(xj.LogitsProcessor(init, apply, update), arguments)])
 
 
 ONES = np.ones((B, V), np.float32)
@@ -168,7 +168,10 @@ MISTAKES = [
     (given({1, 2}), "processors: arguments must be a pytree of numbers or arrays, got {1, 2}"),
     (given([1.0, 2.0, 3.0]), "must be an array, as np.array makes of a list, got .1.0, 2.0, 3.0."),
     (given(2**40), "processors: arguments must be a pytree of numbers or arrays, got 1099511627776"),
-    (dict(processors=BIAS), "processors must be a list of .Processor, arguments of the rows., got an entry"),
+    (
+        dict(processors=BIAS),
+        "processors must be a list of .LogitsProcessor, arguments of the rows., got an entry",
+    ),
     (dict(sample=3), "sample must be a function with a hash, got 3"),
     (
         dict(sample=lambda _, logits_BV, __: logits_BV),
@@ -189,8 +192,8 @@ def test_mistakes_are_named(decode, how, message):
 @pytest.mark.parametrize("how", [dict(init=3), dict(apply=None), dict(update=3), dict(last="x")], ids=str)
 def test_a_processor_has_functions(how):
     ((name, value),) = how.items()
-    with pytest.raises(InputError, match=f"{name} of a Processor must be .*, got {value!r}"):
-        xj.Processor(**dict(init=None, apply=add_bias) | how)
+    with pytest.raises(InputError, match=f"{name} of a LogitsProcessor must be .*, got {value!r}"):
+        xj.LogitsProcessor(**dict(init=None, apply=add_bias) | how)
 
 
 @pytest.mark.full
@@ -204,7 +207,7 @@ def test_each_function_has_keys_of_its_own(decode):
         at_B = context.num_generated_B
         return jnp.asarray(state).at[jnp.arange(B), at_B].set(draw(context.key_B))
 
-    recorder = xj.Processor(lambda _, context: jnp.zeros((B, N), int), IDENTITY.apply, record)
+    recorder = xj.LogitsProcessor(lambda _, context: jnp.zeros((B, N), int), IDENTITY.apply, record)
     got = decode(processors=[(recorder, ()), (recorder, ())], sample=lambda key_B, *_: draw(key_B))
     of_functions = [*got.context.callers.states, got.tokens_BT]
     for numbers_BN in of_functions:
@@ -237,14 +240,14 @@ def test_numbers_that_are_not_finite(decode, sampling, last):
     """
     forbidden = dataclasses.replace(sampling, forbidden_token_ids=(0, 5))
     without = dataclasses.replace(sampling, forbidden_token_ids=(0,))
-    broken = [(IDENTITY, ()), (xj.Processor(None, no_number, last=last), ())]
-    forced = [(xj.Processor(None, force, last=last), ())]
+    broken = [(IDENTITY, ()), (xj.LogitsProcessor(None, no_number, last=last), ())]
+    forced = [(xj.LogitsProcessor(None, force, last=last), ())]
     done = decode(sampling, processors=broken)
     assert np.all(np.asarray(done.tokens_BT) == -2) and np.all(np.isnan(done.logprobs_BT))
     if last:
         assert np.all(np.asarray(decode(without, processors=forced).tokens_BT) == 5)
         assert not np.isin(decode(forbidden, processors=forced).tokens_BT, [0, 5]).any()
-    given = [(xj.Processor(None, only_forbidden, last=last), ())]
+    given = [(xj.LogitsProcessor(None, only_forbidden, last=last), ())]
     same(decode(forbidden, processors=given), decode(forbidden))
 
 
@@ -259,7 +262,9 @@ def test_processors_beside_a_grammar_and_donated():
     bias_BV = np.zeros((1, config.vocab_size), np.float32)
     bias_BV[0, tok.encode(" Rome")] = np.inf
     settings = KEY, xj.SamplingConfig(1.0), np.array(config.eos_token_ids), 8
-    how = dict(grammar=xj.dfa(" (Madrid|Havana)", tok), processors=[(BIAS, bias_BV)], donate=True)
+    how = dict(
+        grammar=xj.grammar.compile_dfa(" (Madrid|Havana)", tok), processors=[(BIAS, bias_BV)], donate=True
+    )
     got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
     text = tok.decode(np.asarray(got.tokens_BT)[0, : got.length_B[0] - 1].tolist())
     assert text in (" Madrid", " Havana") and got.finished_B.all()
@@ -290,9 +295,9 @@ def test_generate_and_stream_take_processors(decode):
         of_prompt_BV = context.history_BS[:, :4, None] == jnp.arange(V)
         return jnp.where(of_prompt_BV.any(1), logits_BV, -jnp.inf)
 
-    answers = run(processors=[(xj.Processor(None, only_history), ())]).tokens
+    answers = run(processors=[(xj.LogitsProcessor(None, only_history), ())]).tokens
     assert all(set(answer) <= set(ids[i // 2][:4]) for i, answer in enumerate(answers))
-    nan = xj.Processor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
+    nan = xj.LogitsProcessor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
     for how, message in (
         (dict(processors=[(PRESENCE, np.ones(3))]), "arguments of shape .3,., for 2 rows"),
         (
@@ -317,6 +322,6 @@ def test_beams_take_processors():
     got = search(processors=[(PRESENCE, np.float32([-4.0, -4.0]))])
     assert got.sequences == want.sequences != search().sequences
     np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
-    nan = xj.Processor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
+    nan = xj.LogitsProcessor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
     with pytest.raises(InputError, match="row 1, step 0: the scores are nan: .*; or apply .*lambda.* of a"):
         search(processors=[(nan, np.float32([0, np.nan]))])

@@ -122,9 +122,9 @@ def test_settings_equal_the_examples(model, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "examples")
     pairs = [
         (xj.SamplingConfig(1.0, xtc_probability=1.0, xtc_threshold=0.004), xj.SamplingConfig(1.0),
-         (xj.Processor(None, example("xtc"), last=True), dict(probability=1.0, threshold=0.004))),
+         (xj.LogitsProcessor(None, example("xtc"), last=True), dict(probability=1.0, threshold=0.004))),
         (xj.SamplingConfig(dry_multiplier=0.8), xj.SamplingConfig(),
-         (xj.Processor(None, example("dry")), dict(multiplier=0.8, base=1.75, allowed_length=2))),
+         (xj.LogitsProcessor(None, example("dry")), dict(multiplier=0.8, base=1.75, allowed_length=2))),
     ]  # fmt: skip
     for setting, plain, processor in pairs:
         got = generated(model, PROMPTS, setting)

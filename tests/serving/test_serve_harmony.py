@@ -103,7 +103,7 @@ def test_text_keeps_the_control_tokens(server, model):
     assert choice["text"] == text
     request = server.engine.submit(QUESTION, xj.GenerateOptions(60))
     assert "".join(request.text()) == text == model.tokenizer.decode(request.result().tokens[0])
-    assert xj.parse_tool_calls(text).to_message()["tool_calls"][0]["function"]["name"] == "add"
+    assert xj.tools.parse_tool_calls(text).to_message()["tool_calls"][0]["function"]["name"] == "add"
 
 
 def test_grammars_hold_on_the_channel_final_and_in_required_calls(server, final):

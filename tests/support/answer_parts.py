@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import xinfer_jax as xj
 
 
-def pushed(parser: xj.AnswerParser, parts: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+def pushed(parser: xj.tools.AnswerParser, parts: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """Returns content, reasoning, and the names and arguments of the complete calls, from the deltas.
 
     The beginning of what turns out to be no call may have been sent as one: its text follows as content.

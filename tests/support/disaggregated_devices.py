@@ -103,7 +103,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
 def test_grammars_stop_strings_and_several_answers(one, apart):
     """The state of grammar and detokenizer moves with the row; what ends with its first token does not."""
     asked = [
-        (xj.GenerateOptions(30, grammar=xj.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
+        (xj.GenerateOptions(30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
         (options(20, n=3, sampling=xj.SamplingConfig(temperature=1.0)), prompt(2, 150)),
         (options(40, stop_strings=("e", "a")), prompt(3, 20)),
         (options(1), prompt(4, 90)),
@@ -234,7 +234,7 @@ def test_adapters_and_callers_functions_on_both_sides(model):
         last_B1 = state["last"][:, None]
         return logits_BV - 3 * state["by"][:, None] * (jnp.arange(logits_BV.shape[1]) == last_B1)
 
-    less = xj.Processor(
+    less = xj.LogitsProcessor(
         lambda by_B, context: dict(by=by_B, last=jnp.zeros_like(context.position_B)),
         less_of_the_last,
         lambda state, token_B, context: state | dict(last=token_B),
@@ -368,7 +368,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         return [engine_requests.outcome(request) for request in requests]
 
     assert all(map(engine_requests.same_outcome, found(), expected))
-    grammar = xj.GenerateOptions(30, grammar=xj.regex("[a-f]{3,9}x[0-9]+"))
+    grammar = xj.GenerateOptions(30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+"))
     assert (
         front.submit([5, 6, 7], grammar).result(300).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )

@@ -77,7 +77,7 @@ def check_engine_bits(model: Any) -> None:
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
 
 
-def check_drafts_are_undone(model: Any, out: xj.GenerateOutput) -> None:
+def check_drafts_are_undone(model: Any, out: xj.types.GenerateOutput) -> None:
     """States after wrong draft tokens are those without them, also in a prefix. out: of `CACHED`."""
     params, config, prompts = model
     rows = [*zip(prompts, out.tokens, strict=True)]
@@ -98,7 +98,7 @@ def check_drafts_are_undone(model: Any, out: xj.GenerateOutput) -> None:
     assert again.stats.reused_tokens == sum(map(len, prompts)) + 3 * (NEW - 1)
 
 
-def check_prefix_of_states(model: Any, out: xj.GenerateOutput, path: Path) -> None:
+def check_prefix_of_states(model: Any, out: xj.types.GenerateOutput, path: Path) -> None:
     """A prefix in a file is reused where a text goes on after its state, and not where it leaves it before.
     out: of `CACHED`, with its prefix.
     """

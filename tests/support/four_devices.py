@@ -22,7 +22,7 @@ SHAPE = SIZES | dict(warm_up=True)
 HF = tiny.CONFIG | dict(eos_token_id=286, max_position_embeddings=512)
 
 
-def ended(request: xj.Request) -> xj.Request:
+def ended(request: xj.types.Request) -> xj.types.Request:
     request.result()
     return request
 
@@ -162,7 +162,7 @@ def test_update_of_running_engines(several, model, mode):
 def test_update_of_an_engine_on_a_mesh(model):
     """Key heads that it repeats are repeated anew."""
     mesh = jax.make_mesh((4,), ("model",))
-    params, config = xj.reshard(model.params, model.config, mesh)
+    params, config = xj.params.reshard(model.params, model.config, mesh)
     engine = xj.Engine(dataclasses.replace(model, params=params, config=config), **SIZES)
     assert config.num_key_value_heads > model.config.num_key_value_heads
     others = jax.tree.map(lambda x: np.asarray(x) * 1.5, model.params)
@@ -174,7 +174,7 @@ def test_update_of_an_engine_on_a_mesh(model):
         out = request.result()
         assert engine.replay(request, {0: model.params, 1: others}) == out.logprobs[0]
     assert seen == [] and {*out.token_versions[0]} == {0, 1}
-    resharded = xj.reshard(others, model.config, mesh)[0]
+    resharded = xj.params.reshard(others, model.config, mesh)[0]
     jax.tree.map(np.testing.assert_array_equal, engine.model.params, resharded)
     assert (
         engine.model.params["layers"][0]["k"]["weight"].sharding
@@ -187,7 +187,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
     adapters = [random_adapter(model.config, i, 2 + i) for i in range(3)]
     mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
     divided = dataclasses.replace(
-        model, params=jax.device_put(model.params, xj.shardings(model.config, mesh))
+        model, params=jax.device_put(model.params, xj.params.shardings(model.config, mesh))
     )
     ids = [prompt(1, 90)] * 4
     wanted = None

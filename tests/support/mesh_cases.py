@@ -348,7 +348,7 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
         assert "groups of" in str(error) or "equal parts" in str(error), (name, devices, str(error))
         assert (name, devices) == ("own-int4", 2), (name, devices, str(error))
         return
-    dequantize = jax.jit(partial(xj.dequantize, dtype="float32"))
+    dequantize = jax.jit(partial(xj.params.dequantize, dtype="float32"))
     trees = [jax.device_get(dequantize(jax.device_get(x.params))) for x in (one, over)]
     known = jax.tree_util.tree_leaves_with_path(trees[0])
     for (place, wanted), found in zip(known, jax.tree.leaves(trees[1]), strict=True):
@@ -401,7 +401,7 @@ def an_engine() -> None:
 
     vector = np.linspace(-1, 1, one.config.hidden_size)
     shape = dict(rows=3, capacity=192, pages=10, chunk=64, taps=dict(up={0: vector}))
-    shape["processors"] = dict(noise=(xj.Processor(None, add_noise), 1.0))
+    shape["processors"] = dict(noise=(xj.LogitsProcessor(None, add_noise), 1.0))
     with xj.Engine(over, **shape) as engine:
         with compiling.programs() as seen:
             together = engine.generate(prompts, options, key=together_key)
@@ -535,9 +535,9 @@ def odd_tree_of_a_user() -> None:
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     config = one.config
-    users = jax.device_put(one.params, xj.shardings(config, mesh_of(4)))
+    users = jax.device_put(one.params, xj.params.shardings(config, mesh_of(4)))
     assert users["embed"]["weight"].sharding.shard_shape((257, 48)) == (257, 48)
-    again = jax.device_put(over.params, xj.shardings(config, mesh_of(4), like=over.params))
+    again = jax.device_put(over.params, xj.params.shardings(config, mesh_of(4), like=over.params))
     assert again["embed"]["weight"].sharding.shard_shape((260, 48)) == (65, 48)
 
     def loss(params: Any) -> jax.Array:
@@ -557,16 +557,16 @@ def tensors_by_name() -> None:
     for name in ("phi3-defaults", "moe-some-layers-dense", "qwen3-next-sparse-step"):
         config = CASES[name].config
         params = random_params(config)
-        over = jax.device_put(params, xj.shardings(config, mesh))
-        tensors = xj.params_to_tensors(over, config)
-        jax.tree.map(np.testing.assert_array_equal, tensors, xj.params_to_tensors(params, config))
+        over = jax.device_put(params, xj.params.shardings(config, mesh))
+        tensors = xj.params.params_to_tensors(over, config)
+        jax.tree.map(np.testing.assert_array_equal, tensors, xj.params.params_to_tensors(params, config))
         divided = [
             x
             for name, x in tensors.items()
             if name.endswith("self_attn.o_proj.weight") or "gate_up_proj" in name or "in_proj" in name
         ]
         assert divided and not any(x.sharding.is_fully_replicated for x in divided)
-        back = xj.params_from_tensors(config, tensors, mesh=mesh)
+        back = xj.params.params_from_tensors(config, tensors, mesh=mesh)
         for leaf, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(over), strict=True):
             np.testing.assert_array_equal(leaf, wanted)
             assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -606,7 +606,7 @@ def gradients() -> None:
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
 
     wanted = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
-    places = xj.shardings(config, mesh, fsdp="data")
+    places = xj.params.shardings(config, mesh, fsdp="data")
     placed = jax.device_put(params, places)
     rows = NamedSharding(places["final_norm"].mesh, PartitionSpec("data"))
     of_results = NamedSharding(rows.mesh, PartitionSpec()), places
@@ -641,7 +641,7 @@ def rows_over_data() -> None:
 
         wanted = rollout(params, *inputs, keys)
         mesh = jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-        over = jax.device_put(params, xj.shardings(config, mesh))
+        over = jax.device_put(params, xj.params.shardings(config, mesh))
         args = over, *jax.device_put((*inputs, keys), NamedSharding(mesh, PartitionSpec("data")))
         compiled = rollout.lower(*args).compile()
         gathered = [x for x in collectives(compiled) if re.search(r"all-(gather|to-all).*\[8,\d+,\d+,\d", x)]
@@ -665,7 +665,7 @@ def training() -> None:
     )
     params = random_params(config)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    over = jax.device_put(params, xj.shardings(config, mesh))
+    over = jax.device_put(params, xj.params.shardings(config, mesh))
     draws = np.random.default_rng(0).random((*TOKENS.shape, 2, config.num_experts)).argsort(-1)
     given = dict(routes=draws[..., : config.num_experts_per_tok].astype(np.int32))
     segments = dict(segment_ids_BT=(np.arange(12) >= [[5], [8]]).astype(np.int32))
@@ -678,8 +678,8 @@ def training() -> None:
 
     rows = NamedSharding(mesh, PartitionSpec("data"))
     wanted = gradient(params, segments | given)
-    stacked = gradient(xj.stack_layers(over, config), segments | given, rows, remat="layer")
-    for tree in (gradient(over, segments | given, rows), xj.unstack_layers(stacked)):
+    stacked = gradient(xj.params.stack_layers(over, config), segments | given, rows, remat="layer")
+    for tree in (gradient(over, segments | given, rows), xj.params.unstack_layers(stacked)):
         jax.tree.map(partial(assert_close, bound=1e-4), tree, wanted)
 
 
@@ -693,36 +693,40 @@ def adapters() -> None:
         mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
         over = xj.load_model(config, "float32", mesh=mesh)
         targets = ["q", "k", "v", "o", "down", "embed", "lm_head"]
-        adapter = xj.init_adapter(one.config, jax.random.key(0), 3, targets)
+        adapter = xj.lora.init_adapter(one.config, jax.random.key(0), 3, targets)
         noise = iter(jax.random.split(jax.random.key(1), 1000))
         adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
-        xj.save_adapter(Path(folder) / "adapter", adapter, one.config)
-        loaded = xj.load_adapter(over.config, Path(folder) / "adapter")
+        xj.lora.save_adapter(Path(folder) / "adapter", adapter, one.config)
+        loaded = xj.lora.load_adapter(over.config, Path(folder) / "adapter")
         layers = [path for path in loaded.matrices if path.startswith("layers")]
-        part = xj.Adapter({path: loaded.matrices[path] for path in layers}, (1.0,) * len(layers))
+        part = xj.lora.Adapter({path: loaded.matrices[path] for path in layers}, (1.0,) * len(layers))
         assert (
             over.params["layers"][0]["k"]["weight"].shape[0] > one.params["layers"][0]["k"]["weight"].shape[0]
         )
         forward = jax.jit(xj.forward, static_argnums=1)
         for make in (
-            lambda params: xj.with_adapter(params, loaded),
-            lambda params: xj.with_adapters(params, [part], np.array([0, -1])),
+            lambda params: xj.lora.with_adapter(params, loaded),
+            lambda params: xj.lora.with_adapters(params, [part], np.array([0, -1])),
         ):
             wanted, found = (forward(make(x.params), x.config, TOKENS)[0] for x in (one, over))
             assert_close(found, wanted, 1e-5)
-        loss = lambda x, params, config: xj.score(xj.with_adapter(params, x), config, TOKENS).sum()  # noqa: E731
+        loss = lambda x, params, config: xj.score(xj.lora.with_adapter(params, x), config, TOKENS).sum()  # noqa: E731
         gradient = jax.jit(jax.grad(loss), static_argnums=2)
         gradients = [gradient(loaded, x.params, x.config) for x in (one, over)]
         jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
     config = from_hf(FAMILIES["qwen3_moe"] | dict(num_hidden_layers=2))
     params = random_params(config)
-    adapter = xj.init_adapter(config, jax.random.key(0), 3, ["experts.gate", "experts.down", "router", "o"])
+    adapter = xj.lora.init_adapter(
+        config, jax.random.key(0), 3, ["experts.gate", "experts.down", "router", "o"]
+    )
     adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
     divided = jax.device_put(
         params,
-        xj.shardings(config, jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])),
+        xj.params.shardings(
+            config, jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])
+        ),
     )
-    wanted, found = (forward(xj.with_adapter(x, adapter), config, TOKENS)[0] for x in (params, divided))
+    wanted, found = (forward(xj.lora.with_adapter(x, adapter), config, TOKENS)[0] for x in (params, divided))
     assert_close(found, wanted, 1e-5)
 
 
@@ -745,7 +749,7 @@ def taps() -> None:
 
     want = jax.jit(reads)(params, TOKENS, vector_D)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    over = jax.device_put(params, xj.shardings(config, mesh))
+    over = jax.device_put(params, xj.params.shardings(config, mesh))
     tokens_BT = jax.device_put(TOKENS, NamedSharding(mesh, PartitionSpec("data")))
     jax.tree.map(partial(assert_close, bound=1e-5), jax.jit(reads)(over, tokens_BT, vector_D), want)
     rows = PartitionSpec("rows")
@@ -790,7 +794,7 @@ def explicit_axes() -> None:
     want = calls(params, *inputs, keys)
     prompts = [[1, 2, 3], [4]]
     tokens = xj.generate(params, config, prompts, xj.GenerateOptions(4)).tokens
-    auto = jax.device_put(params, xj.shardings(config, mesh))
+    auto = jax.device_put(params, xj.params.shardings(config, mesh))
     for context in (None, mesh):
         with jax.set_mesh(context):
             shardings = jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), auto)
@@ -808,11 +812,11 @@ def explicit_axes() -> None:
             alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
             assert_close(alone[0, -1], logits_BV[0], 1e-4)
             hidden_BTD, _ = xj.hidden_states(explicit, config, TOKENS)
-            again_BTV = xj.map_logits(explicit, config, hidden_BTD, lambda logits_BTV: logits_BTV)
+            again_BTV = xj.rollouts.map_logits(explicit, config, hidden_BTD, lambda logits_BTV: logits_BTV)
             assert_close(again_BTV, alone, 1e-4)
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec("data"))
     with jax.set_mesh(mesh):  # "model" stays Explicit in the shard_map
-        explicit = jax.device_put(params, xj.shardings(config, mesh))
+        explicit = jax.device_put(params, xj.params.shardings(config, mesh))
         score = lambda params, tokens_BT: xj.score(params, config, tokens_BT)  # noqa: E731
         apart = jax.jit(jax.shard_map(score, **specs, axis_names={"data"}))
         assert_close(
@@ -833,8 +837,8 @@ def explicit_axes() -> None:
     assert_close(scored_BT, want[0][0], 1e-4)
     mesh = mesh_of(2)
     with jax.set_mesh(mesh):
-        assert jax.tree.leaves(xj.shardings(config, mesh))[0].mesh == mesh
-        explicit = jax.device_put(params, xj.shardings(config, mesh))
+        assert jax.tree.leaves(xj.params.shardings(config, mesh))[0].mesh == mesh
+        explicit = jax.device_put(params, xj.params.shardings(config, mesh))
         engine = xj.Engine(xj.Model(explicit, config), rows=2, capacity=64)
         answers = [answer.tokens[0] for answer in engine.generate(prompts, xj.GenerateOptions(4))]
         engine.update(explicit)
@@ -855,7 +859,7 @@ def resharded() -> None:
             alone = xj.load_model(path, dtype="float32")
             loaded = xj.load_model(path, mesh=mesh_of(devices), dtype="bfloat16", quantize=quantize)
             to = dict(dtype="bfloat16", quantize=quantize)
-            tree, config = xj.reshard(alone.params, alone.config, mesh_of(devices), **to)
+            tree, config = xj.params.reshard(alone.params, alone.config, mesh_of(devices), **to)
             if quantize is None:  # from float32, else from bfloat16
                 jax.tree.map(np.testing.assert_array_equal, tree, loaded.params)
             assert config == loaded.config
@@ -864,19 +868,19 @@ def resharded() -> None:
             with pytest.raises(
                 xj.InputError, match="is quantized and cannot be" if quantize else "heads has"
             ):
-                xj.reshard(tree, config, mesh_of(4 if quantize else 3), quantize=quantize)
+                xj.params.reshard(tree, config, mesh_of(4 if quantize else 3), quantize=quantize)
     config = from_hf(FAMILIES["qwen2"])
     params = random_params(config)
     want = FORWARD(params, config, TOKENS)[0]
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     tp = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tp")
     for how in (dict(fsdp="fsdp"), dict(rules=tp | dict(embed="fsdp"))):
-        given = jax.device_put(params, xj.shardings(config, mesh, **how))
+        given = jax.device_put(params, xj.params.shardings(config, mesh, **how))
         q = given["layers"][0]["q"]["weight"].sharding.spec
         assert q == PartitionSpec("tp" if "rules" in how else None, "fsdp"), q
         assert_close(FORWARD(given, config, TOKENS)[0], want, 1e-5)
     with pytest.raises(xj.InputError, match="unknown axes"):
-        xj.shardings(config, mesh, rules=dict(head="tp"))
+        xj.params.shardings(config, mesh, rules=dict(head="tp"))
 
 
 def another_layout() -> None:
@@ -921,7 +925,7 @@ def kernels() -> None:
     selection = kernels_pallas.Selection("mosaic", "an imaginary GPU")
     config = from_hf(FAMILIES["qwen2"] | dict(num_key_value_heads=8, head_dim=64))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
-    places = xj.shardings(config, mesh_of(4))
+    places = xj.params.shardings(config, mesh_of(4))
     hopper = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=hopper)
     to_hopper = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s.spec))  # noqa: E731

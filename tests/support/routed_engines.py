@@ -23,7 +23,7 @@ def prompt(seed: int, length: int) -> list[int]:
 score = jax.jit(xj.score, static_argnums=1, static_argnames="return_routes")
 
 
-def check(model: xj.Model, ids: list[int], answer: xj.Answer, params=None) -> None:
+def check(model: xj.Model, ids: list[int], answer: xj.types.Answer, params=None) -> None:
     """The routes are those of a pass over all tokens, and replaying them gives the log-probabilities."""
     params = model.params if params is None else params
     tokens = [*ids, *answer.sampled]

@@ -45,7 +45,7 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
     ended = 0
     for i, schema in enumerate(grammar_inputs.schemas(count, seed, hard=True)):
         try:
-            source = xj.json_schema(schema).source
+            source = xj.grammar.json_schema(schema).source
         except InputError:
             continue
         matcher = byte_matcher(source)

@@ -14,7 +14,7 @@ from small_models import QWEN
 import xinfer_jax as xj
 
 VECTOR = np.linspace(-1, 1, QWEN["hidden_size"], dtype=np.float32)
-BIAS = xj.Processor(
+BIAS = xj.LogitsProcessor(
     None, lambda s, logits_BV, context: logits_BV + s["by"][:, None] * jnp.sin(jnp.arange(logits_BV.shape[1]))
 )
 OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
@@ -66,7 +66,7 @@ def main(port: str, number: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    config = xj.from_hf(QWEN | dict(num_hidden_layers=2))
+    config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=2))
     with jax.default_device(jax.local_devices()[0]):
         base = jax.tree.map(np.asarray, xj.init_params(config, jax.random.key(0), "float32"))
     host = [jax.tree.map(lambda x, i=i: x * (1 - i / 10), base) for i in range(3)]
@@ -75,7 +75,7 @@ def main(port: str, number: int) -> None:
         def put(x, sharding):
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-        return jax.tree.map(put, tree, xj.shardings(config, mesh))
+        return jax.tree.map(put, tree, xj.params.shardings(config, mesh))
 
     lacking = dict(host[1], layers=host[1]["layers"][:1]) if number else host[1]
     updates = [host[1], lacking, over_mesh(host[2]), dict(host[0], final_norm=np.ones(3, np.float32))]

@@ -86,7 +86,7 @@ def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
     most = 0
     for _ in range(40):
         text = sample(grammar, rng)
-        parsed = xj.AnswerParser(form, TOOLS).parse(text)
+        parsed = xj.tools.AnswerParser(form, TOOLS).parse(text)
         assert parsed.content is None and parsed.tool_calls, text
         for call in parsed.tool_calls:
             schema = SCHEMAS[call.name] or dict(maxProperties=0)
@@ -96,7 +96,7 @@ def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
     assert seen == {*SCHEMAS} and (most > 1) == (several and form not in ("llama3_json", "harmony"))
     named = dict(itertools.islice(SCHEMAS.items(), 1))
     text = sample(tool_call_form(form).grammar(named, False), rng)
-    (call,) = xj.AnswerParser(form, TOOLS).parse(text).tool_calls
+    (call,) = xj.tools.AnswerParser(form, TOOLS).parse(text).tool_calls
     assert call.name == "add"
 
 
@@ -115,7 +115,7 @@ def test_annotations_constrain_nothing(sample, form):
     grammar = tool_call_form(form).grammar(dict(f=schema), False)
     for seed in range(3):
         text = sample(grammar, random.Random(seed))
-        (call,) = xj.AnswerParser(form, tools).parse(text).tool_calls or pytest.fail(text)
+        (call,) = xj.tools.AnswerParser(form, tools).parse(text).tool_calls or pytest.fail(text)
         jsonschema.validate(call.arguments, schema)
         assert call.arguments.keys() <= parts.keys()
 
@@ -161,7 +161,7 @@ def compile_tools(tmp_path_factory, request):
     config.write_text(json.dumps(settings))
     tokenizer = xj.Tokenizer.from_dir(checkpoint)
     vocabulary = vocabulary_of(tokenizer, tokenizer.backend.get_vocab_size())
-    return lambda tools: vocabulary.matcher(xj.tool_grammar(tools, tokenizer))
+    return lambda tools: vocabulary.matcher(xj.tools.tool_grammar(tools, tokenizer))
 
 
 def test_a_call_may_have_many_texts(compile_tools):

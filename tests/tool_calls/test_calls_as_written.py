@@ -307,7 +307,7 @@ def same_in_any_parts(text: str) -> list[tuple[str, dict]]:
     """The text whole, split in two at every character, and in its characters: one result."""
 
     def in_parts(*parts: str) -> tuple:
-        return pushed(xj.AnswerParser(tools=TOOLS, new_id=str), parts)
+        return pushed(xj.tools.AnswerParser(tools=TOOLS, new_id=str), parts)
 
     whole = in_parts(text)
     assert in_parts(*text, "") == whole
@@ -318,14 +318,14 @@ def same_in_any_parts(text: str) -> list[tuple[str, dict]]:
 
 @pytest.mark.parametrize("text, content, calls", WRITTEN, ids=range(len(WRITTEN)))
 def test_calls_as_models_write_them(text, content, calls):
-    parsed = xj.parse_tool_calls(text, TOOLS)
+    parsed = xj.tools.parse_tool_calls(text, TOOLS)
     assert parsed.content == content
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
     assert same_in_any_parts(text) == calls
 
 
 def found(text: str, **options) -> tuple:
-    parsed = xj.AnswerParser(**dict(tools=TOOLS) | options).parse(text)
+    parsed = xj.tools.AnswerParser(**dict(tools=TOOLS) | options).parse(text)
     return parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
@@ -362,7 +362,7 @@ def test_formats_that_are_not_asked_for_are_text():
 )
 def test_arguments_arrive_while_they_are_generated(text, least):
     """Also values that are texts, in the forms that do not quote them."""
-    parser = xj.AnswerParser(tools=TOOLS)
+    parser = xj.tools.AnswerParser(tools=TOOLS)
     pieces = ["".join(call.arguments for call in parser.push(letter).tool_calls) for letter in text]
     assert sum(map(bool, pieces)) > least
 
@@ -382,28 +382,28 @@ def test_arguments_arrive_while_they_are_generated(text, least):
 )
 def test_calls_within_reasoning_are_a_part_of_it(text):
     """If text follows them, or the mark that ends the reasoning."""
-    parsed = xj.parse_tool_calls(f"<think>\n{text}", TOOLS)
+    parsed = xj.tools.parse_tool_calls(f"<think>\n{text}", TOOLS)
     assert (parsed.reasoning, parsed.tool_calls) == (text.removesuffix("</think>"), [])
     assert same_in_any_parts(f"<think>\n{text}") == []
 
 
 def test_calls_at_the_end_of_reasoning():
     text = f"I look. {tagged(JSON)} Or {tagged(JSON)}\n{tagged(JSON)}"
-    parsed = xj.AnswerParser(tools=TOOLS, in_reasoning=True, most_calls=1).parse(text)
+    parsed = xj.tools.AnswerParser(tools=TOOLS, in_reasoning=True, most_calls=1).parse(text)
     assert parsed.reasoning == f"I look. {tagged(JSON)} Or" and parsed.content is None
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [OSLO]
-    parser = xj.AnswerParser(["hermes"], TOOLS, in_reasoning=True)
+    parser = xj.tools.AnswerParser(["hermes"], TOOLS, in_reasoning=True)
     assert parser.push("Hm <tool_call> and").reasoning == "Hm <tool_call> and"
     assert parser.push(f" {tagged(JSON)}\n", ended=True).tool_calls[0].name == "weather"
-    assert xj.AnswerParser([], in_reasoning=True).parse(text).reasoning == text
+    assert xj.tools.AnswerParser([], in_reasoning=True).parse(text).reasoning == text
 
 
 def test_an_object_with_a_name_is_an_answer_where_the_tools_are_not_known():
-    assert xj.parse_tool_calls('{"name": "Bob"}').content == '{"name": "Bob"}'
-    assert xj.parse_tool_calls(tagged('{"name": "Bob"}')).tool_calls[0].name == "Bob"
+    assert xj.tools.parse_tool_calls('{"name": "Bob"}').content == '{"name": "Bob"}'
+    assert xj.tools.parse_tool_calls(tagged('{"name": "Bob"}')).tool_calls[0].name == "Bob"
 
 
 def test_gemma_thoughts_are_reasoning():
-    parsed = xj.parse_tool_calls("<|channel>thought\nwhy\n<channel|>Hi.")
+    parsed = xj.tools.parse_tool_calls("<|channel>thought\nwhy\n<channel|>Hi.")
     assert (parsed.reasoning, parsed.content) == ("why\n", "Hi.")
-    assert xj.parse_tool_calls("<|channel>thought\n<channel|>Hi.").content == "Hi."
+    assert xj.tools.parse_tool_calls("<|channel>thought\n<channel|>Hi.").content == "Hi."

@@ -69,20 +69,20 @@ WHOLE = {
 }  # fmt: skip
 
 
-def parts_of(parsed: xj.ParsedAnswer) -> tuple:
+def parts_of(parsed: xj.tools.ParsedAnswer) -> tuple:
     return parsed.reasoning, parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
 @pytest.mark.parametrize("text", WHOLE, ids=range(len(WHOLE)))
 def test_whole_answers_and_parts_of_them(text):
     reasoning, content, calls = WHOLE[text]
-    assert parts_of(xj.parse_tool_calls(text, TOOLS)) == WHOLE[text]
+    assert parts_of(xj.tools.parse_tool_calls(text, TOOLS)) == WHOLE[text]
     rng = random.Random(1)
     for most in (1, 2, 7, 40):
         parts = []
         while (at := sum(map(len, parts))) < len(text):
             parts.append(text[at : at + rng.randint(1, most)])
-        parser = xj.AnswerParser(tools=TOOLS, new_id=str)
+        parser = xj.tools.AnswerParser(tools=TOOLS, new_id=str)
         said, thought, begun = pushed(parser, [*parts, ""])
         assert (thought or None, said, parser.has_calls) == (reasoning, content or "", bool(calls))
         assert [(name, json.loads(arguments)) for name, arguments in begun] == calls
@@ -91,8 +91,8 @@ def test_whole_answers_and_parts_of_them(text):
 def test_spaces_after_a_call_that_follows_a_malformed_one():
     text = f"{CALL[:-1]}<|call|>{CALL}   B<|end|>"
     content = '{"a": [1, "}"]\n   B'
-    assert parts_of(xj.parse_tool_calls(text, TOOLS)) == (None, content, [ADD])
-    parser = xj.AnswerParser(tools=TOOLS)
+    assert parts_of(xj.tools.parse_tool_calls(text, TOOLS)) == (None, content, [ADD])
+    parser = xj.tools.AnswerParser(tools=TOOLS)
     assert "".join(parser.push(letter).content for letter in text) == content
 
 
@@ -105,13 +105,13 @@ def marked(text: str) -> str:
 def test_by_ids_a_spelled_control_token_is_text():
     """`harmony_header` tells that control tokens are characters: others are what the model wrote as text."""
     text = f"{marked(ANALYSIS + FINAL_TEXT)} {FINAL_TEXT}"
-    parsed = xj.AnswerParser([], harmony_header="assistant").parse(text)
+    parsed = xj.tools.AnswerParser([], harmony_header="assistant").parse(text)
     assert parts_of(parsed) == ("I think.", f"Yes. {FINAL_TEXT}", [])
     for text, content in (("Yes.", "Yes."), ("Yes.<|return|>", "Yes."), (" to=functions.add", "")):
-        parsed = xj.AnswerParser([], harmony_header="assistant").parse(marked(text))
+        parsed = xj.tools.AnswerParser([], harmony_header="assistant").parse(marked(text))
         assert parts_of(parsed) == (None, content, [])
     begun = marked("assistant<|channel|>final<|message|>")
-    assert parts_of(xj.AnswerParser([], harmony_header=begun).parse("Yes.")) == (None, "Yes.", [])
+    assert parts_of(xj.tools.AnswerParser([], harmony_header=begun).parse("Yes.")) == (None, "Yes.", [])
 
 
 def test_the_header_at_the_end_of_a_text():
@@ -161,9 +161,9 @@ def test_another_chat_template_with_this_vocabulary_has_no_channels():
 
 
 def test_calls_are_recognized_only_where_harmony_is_among_the_formats():
-    parsed = xj.AnswerParser([], TOOLS, harmony_header="").parse("Yes.")
+    parsed = xj.tools.AnswerParser([], TOOLS, harmony_header="").parse("Yes.")
     assert parts_of(parsed) == (None, "Yes.", [])
-    assert parts_of(xj.AnswerParser("hermes", TOOLS).parse(ANALYSIS)) == (None, ANALYSIS, [])
+    assert parts_of(xj.tools.AnswerParser("hermes", TOOLS).parse(ANALYSIS)) == (None, ANALYSIS, [])
 
 
 def test_messages_for_the_template():

@@ -184,7 +184,7 @@ def parsed(form: str, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]
     template = TEMPLATES.get(form)
     formats = [] if template else FORMATS if form == "all" else [form]
     splitter = TemplateSplitter(template, "", SCHEMAS, None, str) if template else None
-    return pushed(xj.AnswerParser(formats, TOOLS, new_id=str, splitter=splitter), parts)
+    return pushed(xj.tools.AnswerParser(formats, TOOLS, new_id=str, splitter=splitter), parts)
 
 
 def check(form: str, seed: int) -> int:

@@ -33,11 +33,11 @@ def test_time_is_linear_in_the_text():
         "<|tool_call>call:add{a:[", '<|tool_call>call:add{a:<|"|>',
     ):  # fmt: skip
         many = text * (200_000 // len(text))
-        parser = xj.AnswerParser(tools=TOOLS)
+        parser = xj.tools.AnswerParser(tools=TOOLS)
         for i in range(0, len(many), 200):
             parser.push(many[i : i + 200])
         parser.push("", True)
-        xj.parse_tool_calls(many, TOOLS)
+        xj.tools.parse_tool_calls(many, TOOLS)
     assert time.monotonic() - started < 60
 
 
@@ -63,14 +63,14 @@ def test_json_scanner_equals_json():
 
 
 def test_messages_of_the_api():
-    parsed = xj.parse_tool_calls(f"<think>\nwhy</think>\n\n{CALL}")
+    parsed = xj.tools.parse_tool_calls(f"<think>\nwhy</think>\n\n{CALL}")
     (call,) = parsed.tool_calls
     message = parsed.to_message()
     function = dict(name="add", arguments=call.arguments_json)
     assert message["tool_calls"] == [dict(id=call.id, type="function", function=function)]
     assert message["content"] is None and message["reasoning"] == message["reasoning_content"] == "why"
-    assert xj.parse_tool_calls("why</think>ok", in_reasoning=True).to_message()["content"] == "ok"
-    assert xj.parse_tool_calls("why", in_reasoning=True).content is None
+    assert xj.tools.parse_tool_calls("why</think>ok", in_reasoning=True).to_message()["content"] == "ok"
+    assert xj.tools.parse_tool_calls("why", in_reasoning=True).content is None
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_messages_of_the_api():
 )  # fmt: skip
 def test_invalid_tools_are_rejected(tools, said):
     with pytest.raises(xj.InputError, match=said):
-        xj.parse_tool_calls("a", tools)
+        xj.tools.parse_tool_calls("a", tools)
     with pytest.raises(xj.InputError, match="formats may have hermes, .*glm45, got 'json'"):
-        xj.AnswerParser("json")
+        xj.tools.AnswerParser("json")
 
 
 def test_both_layouts_of_glms_templates_are_found():
@@ -131,7 +131,7 @@ def test_types_of_a_schema(schema, types, value):
     assert Parameters(parameters).types("a") == types
     tools = [dict(type="function", function=dict(name="f", parameters=parameters))]
     text = "<tool_call><function=f><parameter=a>12</parameter></function></tool_call>"
-    (call,) = xj.parse_tool_calls(text, tools).tool_calls
+    (call,) = xj.tools.parse_tool_calls(text, tools).tool_calls
     assert call.arguments == dict(a=value)
 
 

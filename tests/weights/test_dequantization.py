@@ -13,8 +13,8 @@ pytestmark = pytest.mark.oldest
 
 SIZES = QWEN | dict(hidden_size=64, intermediate_size=128)
 CONFIGS = dict(
-    dense=xj.from_hf(SIZES),
-    experts=xj.from_hf(
+    dense=xj.ModelConfig.from_hf(SIZES),
+    experts=xj.ModelConfig.from_hf(
         SIZES | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     ),
 )
@@ -32,7 +32,7 @@ def assert_equal(a, b):
 def test_a_float_tree_multiplies_as_the_quantized_one(name, quantize):
     config = CONFIGS[name]
     params = init(config, jax.random.key(0), "bfloat16", quantize)
-    dequantize = jax.jit(xj.dequantize, static_argnums=1)
+    dequantize = jax.jit(xj.params.dequantize, static_argnums=1)
     floats = dequantize(params, None)
     assert {x.dtype.name for x in jax.tree.leaves(floats)} == {"bfloat16"}
     assert jax.tree.structure(floats) == jax.tree.structure(params, is_leaf=is_quantized)
@@ -42,16 +42,16 @@ def test_a_float_tree_multiplies_as_the_quantized_one(name, quantize):
     np.testing.assert_allclose(leaf.product(x), matrix.T[:2], atol=1e-2)
     if quantize == "int8":  # the other forms are tried stacked and adapted
         return
-    stacked = xj.stack_layers(jax.tree.map(np.asarray, params), config)
-    assert_equal(dequantize(stacked, None), xj.stack_layers(jax.tree.map(np.asarray, floats), config))
-    adapter = xj.init_adapter(config, jax.random.key(1), rank=2)
-    with_adapter = xj.with_adapter(floats, adapter)
-    assert_equal(dequantize(xj.with_adapter(params, adapter), None), with_adapter)
+    stacked = xj.params.stack_layers(jax.tree.map(np.asarray, params), config)
+    assert_equal(dequantize(stacked, None), xj.params.stack_layers(jax.tree.map(np.asarray, floats), config))
+    adapter = xj.lora.init_adapter(config, jax.random.key(1), rank=2)
+    with_adapter = xj.lora.with_adapter(floats, adapter)
+    assert_equal(dequantize(xj.lora.with_adapter(params, adapter), None), with_adapter)
 
 
 def test_floats_of_rotated_matrices_are_not_rotated():
     plain, rotated = (xj.load_model(quantize="int8", activations=how).params for how in (None, "int8"))
-    for x, y in zip(*(jax.tree.leaves(xj.dequantize(tree)) for tree in (plain, rotated)), strict=True):
+    for x, y in zip(*(jax.tree.leaves(xj.params.dequantize(tree)) for tree in (plain, rotated)), strict=True):
         np.testing.assert_allclose(x, y, atol=0.02 * np.abs(y).max())
 
 
@@ -67,13 +67,15 @@ def test_shapes_of_quantized_parameters(name, quantize):
     types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert types(jax.eval_shape(init, key)) == types(want)
     if quantize == "int4":
-        trees = (jax.tree.leaves(xj.dequantize(tree)) for tree in (jax.jit(init)(key), want))
+        trees = (jax.tree.leaves(xj.params.dequantize(tree)) for tree in (jax.jit(init)(key), want))
         for got, wanted in zip(*trees, strict=True):  # rounding chooses another step for some groups
             np.testing.assert_allclose(got, wanted, atol=0.05)
 
 
 def test_shapes_need_no_memory():
-    huge = xj.from_hf(SIZES | dict(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=80))
+    huge = xj.ModelConfig.from_hf(
+        SIZES | dict(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=80)
+    )
     with pytest.raises(xj.InputError, match="memory"):
         xj.init_params(huge, jax.random.key(0), "float32")
     shapes = jax.eval_shape(lambda key: xj.init_params(huge, key, "float32"), jax.random.key(0))

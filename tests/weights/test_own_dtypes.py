@@ -28,7 +28,7 @@ def test_made():
 
 def test_converted_and_moved():
     params = random_params(CONFIG)
-    tensors = xj.params_to_tensors(params, CONFIG)
-    assert dtypes(xj.params_from_tensors(CONFIG, tensors, dtype="bfloat16")) == WANTED
+    tensors = xj.params.params_to_tensors(params, CONFIG)
+    assert dtypes(xj.params.params_from_tensors(CONFIG, tensors, dtype="bfloat16")) == WANTED
     mesh = jax.make_mesh((1,), ("model",))
-    assert dtypes(xj.reshard(params, CONFIG, mesh, dtype=jnp.bfloat16)[0]) == WANTED
+    assert dtypes(xj.params.reshard(params, CONFIG, mesh, dtype=jnp.bfloat16)[0]) == WANTED

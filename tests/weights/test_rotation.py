@@ -100,8 +100,8 @@ def test_models_with_int8_activations(tmp_path, name, how):
         with pytest.raises(xj.InputError, match="rotated in blocks of 0, and the files would say"):
             xj.save_model(tmp_path / "mixed", mixed, model.config)
         np.testing.assert_array_equal(logits(loaded, TOKENS % 90), found)
-        pair = xj.init_adapter(plain.config, jax.random.key(0), rank=2)
-        apart = xj.split_adapter(xj.with_adapter(loaded.params, pair))
+        pair = xj.lora.init_adapter(plain.config, jax.random.key(0), rank=2)
+        apart = xj.lora.split_adapter(xj.lora.with_adapter(loaded.params, pair))
         found = apart[0], apart[1].matrices
         jax.tree.map(np.testing.assert_array_equal, found, (loaded.params, pair.matrices))
 

@@ -37,7 +37,7 @@ class Columns(WeightLeaf):
 
 
 def test_a_leaf_of_another_format_decodes_and_is_sharded():
-    config = xj.from_hf(QWEN)
+    config = xj.ModelConfig.from_hf(QWEN)
     params = random_params(config)
 
     def leaf(spec, x):
@@ -50,7 +50,7 @@ def test_a_leaf_of_another_format_decodes_and_is_sharded():
     for cache in (None, xj.init_cache(config, 2, 16)):
         got, wanted = (forward(tree, config, tokens_BT, cache)[0] for tree in (own, params))
         np.testing.assert_allclose(got, wanted, atol=1e-5)
-    tree = xj.shardings(config, jax.make_mesh((1,), ("model",)), like=own)
+    tree = xj.params.shardings(config, jax.make_mesh((1,), ("model",)), like=own)
     weight = tree["layers"][0]["q"]["weight"]
     assert weight.values_IO.spec == PartitionSpec(None, "model") and weight.factor_O.spec == PartitionSpec(
         "model"

@@ -121,14 +121,14 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
 
     Raises:
         InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
-            quantize them by `xj.reshard`.
+            quantize them by `xj.params.reshard`.
     """
     adapter = check_adapter(params, adapter)
     matrices = weights_by_path(params)
     if quantized := [path for path in adapter.matrices if is_quantized(matrices[path])]:
         raise InputError(
             f"an adapter is merged into float parameters, and {format_names(quantized, 4)} are quantized:"
-            " merge first, and quantize by xj.reshard(…, quantize=)"
+            " merge first, and quantize by xj.params.reshard(…, quantize=)"
         )
     scale_of = adapter.scale_of()
 

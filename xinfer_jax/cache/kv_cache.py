@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from ..checks import array_module
 from ..config.model_config import ModelConfig
@@ -75,6 +76,31 @@ class KVCache(ShortRepr):
     def most_at_once(self) -> int:
         """The most tokens that one call may append to a row; with a ring fewer than the capacity."""
         return min(layer.most_at_once for layer in self.layers)
+
+    def truncate(self, length_B: ArrayLike) -> "KVCache":
+        """Returns the cache with shorter rows: the next tokens overwrite what comes after. Both caches share
+        their keys and values.
+
+        Outside a trace it waits for the device if a layer is a ring or has a state. Under your jit a negative
+        length means 0.
+
+        Args:
+            length_B: tokens that each row keeps, int [B], or one number for all rows. A longer length changes
+                nothing.
+
+        Raises:
+            InputError: the lengths are not whole numbers of at least 0, one or one per row; or a ring has
+                overwritten keys that a row of that length needs (under your jit: flagged in `overflow_B`).
+        """
+        from .truncation import truncate  # optional: truncated rows
+
+        return truncate(self, length_B)
+
+    def repeat_rows(self, n: int) -> "KVCache":
+        """Returns the cache with each row n times in succession, for several answers to a prompt."""
+        from .truncation import repeat_rows  # optional: truncated rows
+
+        return repeat_rows(self, n)
 
 
 @in_default_modes

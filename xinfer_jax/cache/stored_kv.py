@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import plugin
 from ..errors import ShortRepr
+from ..registry import plugin
 from ..weights.params import resolve_dtype
 
 

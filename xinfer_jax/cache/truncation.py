@@ -1,4 +1,6 @@
-"""`truncate`: rows go back to fewer tokens, if their layers still have what the next tokens need."""
+"""`KVCache.truncate` and `repeat_rows`: rows go back to fewer tokens, if their layers still have what the next
+tokens need; and several rows continue one.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,28 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..errors import InputError, format_value
+from ..checks import check_integer
+from ..errors import InputError
 from ..modes import in_default_modes
-from .kv_cache import KVCache
+from .kv_cache import KVCache, reorder
 
 
 @in_default_modes
 def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
-    """Drops the tokens from a position on: the next ones that are appended overwrite them.
-
-    Outside a trace it waits for the device if a layer is a ring or has a state. Under a caller's jit a
-    negative length means 0.
-
-    Args:
-        cache: is not changed; the result shares its keys and values.
-        length_B: tokens that each row keeps, int [B], or one number for all; a longer length changes nothing.
-
-    Raises:
-        InputError: not whole numbers of at least 0, one or one per row; a ring has overwritten keys that a
-            row of that length needs (under a caller's jit: flagged in `overflow_B`).
-    """
-    if not isinstance(cache, KVCache):
-        raise InputError(f"cache must be a KVCache, as init_cache returns, got {format_value(cache)}")
+    """`KVCache.truncate`."""
     new_B = _shorter(cache, length_B)
     if cache.reached_B is None:
         return dataclasses.replace(cache, length_B=new_B)
@@ -45,6 +34,13 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # an empty row needs no old keys
     overflow_B = cache.overflow_B | ~possible_B
     return dataclasses.replace(cache, length_B=new_B, overflow_B=overflow_B, reached_B=reached_B)
+
+
+@in_default_modes
+def repeat_rows(cache: KVCache, n: int) -> KVCache:
+    """`KVCache.repeat_rows`."""
+    n = check_integer("n", n, 1)
+    return reorder(cache, jnp.repeat(jnp.arange(len(cache.length_B)), n))
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:

@@ -1,11 +1,12 @@
 """`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .. import plugin
 from ..errors import InputError
+from ..registry import plugin
 from .layer_spec import ExpertsSpec, LayerSpec, MixerSpec
 from .rope import RopeConfig as RopeConfig
 
@@ -79,6 +80,23 @@ class ModelConfig:
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise InputError("layers with different ExpertsSpecs are not supported")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
+        """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
+
+        Returns:
+            The config, checked for consistency, without EOS ids, which `load_model` adds. If a model that
+            also sees does not say whether it is tied, this is the default of transformers 5, and `load_model`
+            goes by whether its files have a head.
+
+        Raises:
+            InputError: an unknown model_type, a missing or impossible value, or a setting that is not
+                supported.
+        """
+        from ..families.reading import from_hf  # optional: settings of a checkpoint
+
+        return from_hf(hf)
 
     @property
     def context_length(self) -> int:

@@ -11,23 +11,23 @@ import numpy as np
 from ..checks import is_sequence
 from ..errors import InputError, format_value
 from ..generation.state import DecodeState, append_token
-from ..sampling.caller_processors import Callers, Processor, guarded
+from ..sampling.caller_processors import Callers, LogitsProcessor, guarded
 from ..sampling.sampler import sample_tokens
 from .held_table import HeldTable
 
 
-class HeldProcessors(HeldTable[tuple[Processor, Any]]):
+class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
     """P processors by name, with the arguments that a row has that does not name one."""
 
     noun = "processor"
 
     def __init__(self, given: Any):
-        """given: (`Processor`, arguments) by name; None: none. Raises InputError."""
+        """given: (`LogitsProcessor`, arguments) by name; None: none. Raises InputError."""
         super().__init__()
         pairs = {}
-        for name, pair in self.check_given(given, "pairs of a Processor and arguments").items():
-            if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
-                what = "(Processor, arguments of a request that gives none)"
+        for name, pair in self.check_given(given, "pairs of a LogitsProcessor and arguments").items():
+            if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
+                what = "(LogitsProcessor, arguments of a request that gives none)"
                 raise InputError(f"the processor {name!r} must be {what}, got {format_value(pair)}")
             pairs[name] = pair[0], _arrays(name, pair[1])
         self.replace_all(pairs)

@@ -25,16 +25,7 @@ SIZES = (
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
-
-    Returns:
-        The configuration, checked for consistency; without EOS ids, which `load_model` adds. If a model that
-        also sees does not say whether it is tied, this is the default of transformers 5, and `load_model`
-        goes by whether its files have a head.
-
-    Raises:
-        InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
-    """
+    """`ModelConfig.from_hf`."""
     if not isinstance(hf, Mapping):
         raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
     hf = text_settings(hf)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import plugin
 from ..config.model_config import ModelConfig
 from ..config.run_config import DEFAULT, RunConfig
 from ..ops.operation import match_varying_axes, run
+from ..registry import plugin
 from ..weights.layers import activation, linear, products
 from ..weights.params import Params
 from .mlp import gated_mlp

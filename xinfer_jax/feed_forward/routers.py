@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import plugin
 from ..config.layer_spec import ExpertsSpec
 from ..config.model_config import ModelConfig
+from ..registry import plugin
 from ..weights.layers import linear, rms_norm
 from ..weights.param_specs import dense, tensor
 from ..weights.params import Params

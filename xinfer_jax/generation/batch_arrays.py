@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
 from ..config.model_config import ModelConfig
 from ..memory_plan import MemoryPlan, program_parts
+from ..registry import plugin
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.random_keys import answer_keys

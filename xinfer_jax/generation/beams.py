@@ -33,7 +33,7 @@ from .output_checks import check_overflow
 from .validation import ValidatedCall, validate_call
 
 if TYPE_CHECKING:
-    from ..sampling.caller_processors import Processor
+    from ..sampling.caller_processors import LogitsProcessor
 
 _MAX_DIGITS = 30  # of length ** length_penalty: float32 has 38, and sums need some
 
@@ -87,7 +87,7 @@ def beam_search(  # noqa: PLR0913  a public function
     capacity: int | None = None,
     impl: str | None = None,
     cache_dtype: str | None = None,
-    processors: "Sequence[tuple[Processor, Any]] | None" = None,
+    processors: "Sequence[tuple[LogitsProcessor, Any]] | None" = None,
 ) -> BeamOutput:
     """Returns the most likely continuations that a search with `num_beams` beams finds, as transformers 5
     does. Each prompt gets the sequences that it gets alone.

@@ -6,13 +6,13 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..model.decoder import ModelOutput
 from ..model.extras import NO_EXTRAS, Extras
+from ..registry import plugin
 from ..weights.params import Params
 from .state import DecodeState
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .. import plugin
+from ..registry import plugin
 from ..weights.params import Params
 from .loop import TracedExecutor
 

@@ -34,7 +34,7 @@ from .strategies import Plain
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
     from ..model.taps import Taps
-    from ..sampling.caller_processors import Processor, SamplingContext
+    from ..sampling.caller_processors import LogitsProcessor, SamplingContext
 
 
 @jax.tree_util.register_dataclass
@@ -174,7 +174,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     output_size: int | None = None,
     logprobs: int | None = None,
     grammar: "Dfa | Sequence[Dfa | None] | None" = None,
-    processors: "Sequence[tuple[Processor, Any]] | None" = None,
+    processors: "Sequence[tuple[LogitsProcessor, Any]] | None" = None,
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routes: bool = False,

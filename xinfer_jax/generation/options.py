@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..cache.prefix import Prefix
     from ..grammar.grammars import Grammar
     from ..model.taps import Taps
-    from ..sampling.caller_processors import Processor
+    from ..sampling.caller_processors import LogitsProcessor
     from ..sampling.logprobs import TokenLogprobs
 
 MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
@@ -81,7 +81,7 @@ class GenerateOptions:
     keep_prefix: bool = False
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
-    processors: "Sequence[tuple[Processor, Any]] | Mapping[str, Any] | None" = None
+    processors: "Sequence[tuple[LogitsProcessor, Any]] | Mapping[str, Any] | None" = None
     taps: "Taps | Mapping[str, float] | None" = None
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache.kv_cache import KVCache, reorder
-from ..checks import check_array, check_integer, check_range
+from ..cache.kv_cache import KVCache
+from ..checks import check_array, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..modes import in_default_modes
@@ -117,10 +117,3 @@ def continue_rows(
     together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT, jnp.int32)], 1)
     count_B = jnp.asarray(num_tokens_B, jnp.int32) + 1
     return prefill(params, config, together_BT, count_B, out.cache, donate=donate, impl=impl)
-
-
-@in_default_modes
-def repeat_rows(cache: KVCache, n: int) -> KVCache:
-    """Returns the cache with each row n times, one after the other: for several answers to a prompt."""
-    n = check_integer("n", n, 1)
-    return reorder(cache, jnp.repeat(jnp.arange(len(cache.length_B)), n))

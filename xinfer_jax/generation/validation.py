@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import plugin
 from ..cache.stored_kv import check_head_dim, resolve_cache_dtype
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_causal
 from ..errors import ContextLengthError, InputError, format_value
 from ..ops.operation import check_impl
+from ..registry import plugin
 from ..sampling.batched_settings import has_all_settings, settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig

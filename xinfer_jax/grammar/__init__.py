@@ -21,3 +21,7 @@ their own. `generate` does not import this package: it calls `Grammar.compile` a
 - JSON has no whitespace between tokens by default: otherwise a model can add it without end. A model that
   reasons before its answer is free until `reasoning_end`, but may not end before.
 """
+
+from ..lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -120,7 +120,7 @@ def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> 
     return Dfa.automata_of_rows(dfas, vocab_size, eos_BE)
 
 
-def dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
+def compile_dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
     """Compiles a regular expression to arrays, which a loop on the device follows without the host.
 
     `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and

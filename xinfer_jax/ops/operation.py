@@ -12,10 +12,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from .. import plugin
 from ..config.run_config import PLAIN, RunConfig
 from ..errors import InputError
 from ..modes import default_modes, in_default_modes
+from ..registry import plugin
 
 F = TypeVar("F", bound=Callable)
 

@@ -1,4 +1,4 @@
-"""Callers' functions between logits and tokens: `Processor`, and what `Context.callers` is made of."""
+"""Callers' functions between logits and tokens: `LogitsProcessor`, and what `Context.callers` is made of."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ class SamplingContext(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Processor:
+class LogitsProcessor:
     """A logits processor of a caller: pure functions over rows, traced in the loop.
 
     Tokens that a setting or a grammar forbids stay forbidden whatever it returns. Where it leaves no other
@@ -69,9 +69,11 @@ class Processor:
         for name in ("init", "apply", "update"):
             check_function(f"{name} of a Processor", getattr(self, name))
         if self.apply is None:
-            raise InputError("apply of a Processor must be a function with a hash, got None")
+            raise InputError("apply of a LogitsProcessor must be a function with a hash, got None")
         if not isinstance(self.last, bool):
-            raise InputError(f"last of a Processor must be True or False, got {format_value(self.last)}")
+            raise InputError(
+                f"last of a LogitsProcessor must be True or False, got {format_value(self.last)}"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +85,7 @@ class Callers:
 
     states: tuple[Any, ...]
     key_B: Any
-    processors: tuple[Processor, ...] = dataclasses.field(metadata=dict(static=True))
+    processors: tuple[LogitsProcessor, ...] = dataclasses.field(metadata=dict(static=True))
     sample: Callable | None = dataclasses.field(default=None, metadata=dict(static=True))
     uses_BP: Any = None
 
@@ -99,7 +101,7 @@ class Callers:
         known = self._context(context)
         rows = len(known.position_B)
 
-        def state(i: int, processor: Processor, arguments: Any) -> Any:
+        def state(i: int, processor: LogitsProcessor, arguments: Any) -> Any:
             if processor.init is None:
                 return arguments
             made = call_function("init", processor.init, arguments, self._for_function(i, known))
@@ -195,7 +197,7 @@ class Callers:
         """After a token of each active row. context: before it."""
         known = self._context(context)
 
-        def after(i: int, processor: Processor, state: Any) -> Any:
+        def after(i: int, processor: LogitsProcessor, state: Any) -> Any:
             if processor.update is None:
                 return state
             changes_B = active_B if self.uses_BP is None else active_B & self.uses_BP[:, i]
@@ -264,8 +266,8 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
     check_function("stop", stop)
     pairs = [] if given is None else given if is_sequence(given) else [given]
     for pair in pairs:
-        if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
-            what = "a list of (Processor, arguments of the rows)"
+        if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
+            what = "a list of (LogitsProcessor, arguments of the rows)"
             raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
     states = tuple(_of_rows(arguments, rows) for _, arguments in pairs)
     if not states and sample is None:

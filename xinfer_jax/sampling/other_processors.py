@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import plugin
+from ..registry import plugin
 from .context import ALL_BITS, Context
 from .sampling_config import SamplingConfig
 from .settings import SETTINGS

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import plugin
 from ..config.run_config import DEFAULT, PLAIN, RunConfig
 from ..ops.largest import argmax, largest_k
 from ..ops.operation import match_varying_axes, run
+from ..registry import plugin
 from . import processors
 from .batched_settings import has_all_settings
 from .context import Context

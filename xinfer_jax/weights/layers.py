@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
 from ..config.run_config import PLAIN, RunConfig
 from ..ops.operation import Call, chosen_form, run
 from ..ops.product import float_product
+from ..registry import plugin
 from .params import AnyArray, Params
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`

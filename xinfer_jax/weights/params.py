@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..memory_plan import MemoryPlan
+from ..registry import plugin
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
