@@ -8,7 +8,7 @@ Load a model, and generate text:
 Functions of a `Model` take and return text:
     load_model, save_model          read and write a checkpoint
     generate_text, stream_text      answer one prompt, or a list of prompts
-    encode_prompt                   prompt or messages to token ids
+    encode_prompt, alternatives_text    prompt or messages to token ids; probabilities of an answer's tokens
     embed_texts, rerank             vectors of texts; scores of documents
     generate_file, DatasetGenerator answer a file of prompts, or a dataset
     Engine                          answer requests that come and go, with EngineOptions, RequestOptions

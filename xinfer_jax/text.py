@@ -208,7 +208,13 @@ class TextStream(Iterator[str]):
 
 
 class TokenText(NamedTuple):
-    """A token with its text and its probability."""
+    """A token with its text and its probability.
+
+    Attributes:
+        id: of the token.
+        text: of this token alone.
+        probability: 0 to 1, before any logits processor.
+    """
 
     id: int
     text: str

@@ -260,9 +260,10 @@ def test_every_function_of_arrays_has_default_modes():
     """Those that are left call others, or take no arrays."""
     functions = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
     assert {name for name, function in functions.items() if not hasattr(function, "__wrapped__")} == {
-        "alternatives_text", "grammar.choice", "grammar.compile_dfa", "encode_prompt", "forward", "generate_file",
-        "generate_text", "hidden_states", "json_object", "json_schema", "lark", "param_names",
-        "parse_tool_calls", "regex", "register", "shardings", "stream_text", "tool_grammar",
+        "alternatives_text", "encode_prompt", "forward", "generate_file", "generate_text", "grammar.choice",
+        "grammar.compile_dfa", "grammar.json_object", "grammar.json_schema", "grammar.lark", "grammar.regex",
+        "hidden_states", "params.param_names", "params.shardings", "register", "stream_text",
+        "tools.parse_tool_calls", "tools.tool_grammar",
     }  # fmt: skip
 
 

@@ -63,8 +63,8 @@ class EngineOptions:
         routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
             `submit`.
         processors: logits processors of yours (`LogitsProcessor`) by name, each with the arguments of a
-            request that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a request names
-            them; they are applied in this order. Other requests keep their bits.
+            request that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a
+            request names them; they are applied in this order. Other requests keep their bits.
         taps: vectors by name, float [D] by layer, that `GenerateOptions(taps={name: factor})` of a request
             adds to the hidden states after these layers (steering). Pages of such a request are never shared.
     """

@@ -1,6 +1,7 @@
-"""Answers that are valid by construction: grammars, and which tokens they allow next.
+"""Answers that are valid by construction: `xj.grammar`. `json_schema`, `json_object`, `regex`, `choice` and
+`lark` make a `Grammar` for `GenerateOptions`; `compile_dfa` makes a `Dfa` for `decode_loop`.
 
-In the order to read: `grammars` has `Grammar` and what makes one (`json_schema`, `regex`, `choice`, …);
+In the order to read: `grammars` has `Grammar` and the functions that make one;
 `vocabulary` gives the bytes of each token; `regex_parser`, `byte_automaton` and `token_automaton` make `Dfa`s
 of regular expressions; `automaton` follows them; `token_masks` and `compiler` compile grammars by llguidance;
 `matcher` follows one answer; `schema_unions` and `served_schemas` rewrite JSON Schemas before they are
