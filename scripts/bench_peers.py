@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     print(f"tokens per second{'prefill':>21}{'1 row':>12}{f'{ROWS.value} rows':>12}")
     with tempfile.TemporaryDirectory() as folder:
         config = xj.ModelConfig.from_hf(hf_config(CONFIG.value))
-        xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
+        xj.save_model(xj.init_params(config, jax.random.key(0), "bfloat16"), config, folder)
         for precision in PRECISIONS.value:
             for engine in WANTED.value:
                 print(f"{f'{engine}, {precision}':26}{measure(engine, precision, folder)}", flush=True)

@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
     if EVAL.value:
         report |= quality_loss(model, quantized, eval_texts)
     if OUTPUT.value:
-        xj.save_model(OUTPUT.value, quantized.params, quantized.config, tokenizer=model.tokenizer)
+        xj.save_model(quantized.params, quantized.config, OUTPUT.value, tokenizer=model.tokenizer)
         print(f"wrote {OUTPUT.value}")
     print(json.dumps(report))
 

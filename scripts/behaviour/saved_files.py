@@ -65,7 +65,7 @@ def saved(write: Callable[[Path], None]) -> Records:
 
 
 def saved_model(model: xj.Model, like: Path | None) -> Records:
-    return saved(lambda path: xj.save_model(path, model.params, model.config, like=like))
+    return saved(lambda path: xj.save_model(model.params, model.config, path, like=like))
 
 
 def file_records(folder: Path, formats: dict[str, Records]) -> Records:
@@ -86,4 +86,4 @@ def adapter_files(model: xj.Model) -> Records:
     """Returns the files of an adapter of rank 2, whose numbers are those of its shapes."""
     struct = jax.eval_shape(lambda: xj.lora.init_adapter(model.config, jax.random.key(0), 2))
     adapter = jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), struct)
-    return saved(lambda path: xj.lora.save_adapter(path, adapter, model.config))
+    return saved(lambda path: xj.lora.save_adapter(adapter, model.config, path))

@@ -62,7 +62,7 @@ def main(argv):
     trained, all_weights = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (adapter, model.params))
     print(f"trained: {trained} numbers beside {all_weights}")
     with tempfile.TemporaryDirectory() as folder:
-        xj.lora.save_adapter(Path(folder) / "capitals", adapter, model.config)
+        xj.lora.save_adapter(adapter, model.config, Path(folder) / "capitals")
         with xj.Engine(
             model, rows=4, capacity=192, adapters=dict(capitals=Path(folder) / "capitals")
         ) as engine:

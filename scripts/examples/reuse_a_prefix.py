@@ -31,8 +31,8 @@ def main(argv: list[str]) -> None:
     print(f"prefilled {first.stats.prompt_tokens} tokens: {tok.decode(first.tokens[0])!r}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "system.safetensors"
-        xj.save_prefix(file, first.prefix, params, config)
-        prefix = xj.load_prefix(file, params, config)  # raises for another model
+        xj.save_prefix(params, config, first.prefix, file)
+        prefix = xj.load_prefix(params, config, file)  # raises for another model
 
     options = dataclasses.replace(options, prefix=prefix)
     for question in ("What is the capital of Spain?", "What is the capital of Japan?"):

@@ -82,7 +82,7 @@ def main(argv):
             value, params, state = step(params, state)
         print(f"step {STEPS}: {value:.3f} nats per token")
 
-        xj.save_model(Path(folder) / "tuned", params, model.config, tokenizer=model.tokenizer)
+        xj.save_model(params, model.config, Path(folder) / "tuned", tokenizer=model.tokenizer)
         tuned = xj.load_model(Path(folder) / "tuned")
         for text in xj.generate_text(
             tuned, [*map(question, CAPITALS)], xj.GenerateOptions(max_new_tokens=24)

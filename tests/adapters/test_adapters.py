@@ -118,7 +118,7 @@ def test_embedding_and_head(tmp_path, targets, quantize):
     (base, again) = xj.lora.split_adapter(adapted)
     jax.tree.map(np.testing.assert_array_equal, (base, again), (params, again))
     assert {path for path, pair in again.matrices.items() if pair.a.size} == {*adapter.matrices}
-    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
+    xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")
     jax.tree.map(
         np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
     )
@@ -127,7 +127,7 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         np.testing.assert_allclose(logits(merged), logits(adapted), atol=1e-5)
         if "lm_head" in targets:
             with pytest.raises(xj.InputError, match="another matrix than the embedding"):
-                xj.save_model(tmp_path / "m", merged, CONFIG)
+                xj.save_model(merged, CONFIG, tmp_path / "m")
         (tokens,) = xj.generate(adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(6, eos_token_ids=())).tokens
         text = np.array([[5, 6, 7, *tokens, 0, 0, 0]] * 3, np.int32)
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
@@ -147,7 +147,7 @@ def test_experts_and_routers(tmp_path, quantize):
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapter)
     assert adapter.matrices["layers.0.experts.down"].b.shape == (6, 48, 3)
     assert [*adapter.matrices] == for_all_rows_only(adapter)
-    xj.lora.save_adapter(tmp_path / "a", adapter, ONE_LAYER)
+    xj.lora.save_adapter(adapter, ONE_LAYER, tmp_path / "a")
     loaded = xj.lora.load_adapter(ONE_LAYER, tmp_path / "a")  # gate and up have one `a` there, of both ranks
     trees = [xj.lora.with_adapter(params, x) for x in (adapter, loaded)]
     trees += [] if quantize else [xj.lora.merge_adapter(params, adapter)]
@@ -167,7 +167,7 @@ def test_files_with_a_module_for_each_expert(tmp_path):
     """Those of PEFT beside transformers 4."""
     adapter = xj.lora.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
-    xj.lora.save_adapter(tmp_path / "a", adapter, MOE)
+    xj.lora.save_adapter(adapter, MOE, tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text()) | dict(target_parameters=None, target_modules=["up_proj", "gate"])
     file.write_text(json.dumps(settings))
@@ -210,7 +210,7 @@ def test_norms_are_replaced(tmp_path):
         lambda adapter: xj.score(xj.lora.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum()
     )(adapter)
     assert all(np.abs(x).max() > 0 for x in gradient.norms.values())
-    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
+    xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")
     jax.tree.map(
         np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "a").norms, adapter.norms
     )
@@ -246,21 +246,21 @@ def test_a_prefix_belongs_to_one_adapter():
 
 def test_files(tmp_path):
     for i, adapter in enumerate(ADAPTERS):
-        xj.lora.save_adapter(tmp_path / str(i), adapter, CONFIG)
+        xj.lora.save_adapter(adapter, CONFIG, tmp_path / str(i))
         again = xj.lora.load_adapter(CONFIG, tmp_path / str(i))
         assert again.scales == pytest.approx(adapter.scales)
         jax.tree.map(np.testing.assert_array_equal, again.matrices, adapter.matrices)
     narrow = xj.lora.load_adapter(CONFIG, tmp_path / "1", dtype="bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"bfloat16"}
-    xj.lora.save_adapter(tmp_path / "narrow", narrow, CONFIG)
+    xj.lora.save_adapter(narrow, CONFIG, tmp_path / "narrow")
     jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "narrow"), narrow)
     zero = random_adapter(3, 2, targets=["q"], alpha=0)
-    xj.lora.save_adapter(tmp_path / "zero", zero, CONFIG)
+    xj.lora.save_adapter(zero, CONFIG, tmp_path / "zero")
     jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(CONFIG, tmp_path / "zero"), zero)
     with pytest.raises(xj.InputError, match="exists"):
-        xj.lora.save_adapter(tmp_path / "0", adapter, CONFIG)
+        xj.lora.save_adapter(adapter, CONFIG, tmp_path / "0")
     with pytest.raises(xj.InputError, match="no matrices"):
-        xj.lora.save_adapter(tmp_path / "empty", xj.lora.Adapter({}, ()), CONFIG)
+        xj.lora.save_adapter(xj.lora.Adapter({}, ()), CONFIG, tmp_path / "empty")
 
 
 REJECTED = {
@@ -283,7 +283,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("field", REJECTED)
 def test_settings_that_are_rejected_by_name(tmp_path, field):
-    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     (value, message) = REJECTED[field]
     file.write_text(json.dumps(json.loads(file.read_text()) | {field.strip(): value}))
@@ -292,7 +292,7 @@ def test_settings_that_are_rejected_by_name(tmp_path, field):
 
 
 def test_the_model_that_an_adapter_is_of(tmp_path):
-    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG, base="owner/base-1B")
+    xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a", base="owner/base-1B")
     with pytest.warns(UserWarning, match="an adapter of 'owner/base-1B', the model is '/models/other'"):
         xj.lora.load_adapter(CONFIG, tmp_path / "a", base="/models/other")
     with warnings.catch_warnings(action="error"):
@@ -301,7 +301,7 @@ def test_the_model_that_an_adapter_is_of(tmp_path):
 
 
 def test_tensors_that_do_not_fit(tmp_path):
-    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     names = sorted(tensors)
@@ -327,7 +327,7 @@ def test_tensors_that_do_not_fit(tmp_path):
 def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
     """PEFT saves the embedding and the head beside the adapter, or also what it adds to them."""
     adapter = xj.lora.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
-    xj.lora.save_adapter(tmp_path / "a", adapter, CONFIG)
+    xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     matrix = np.zeros((rows, 48), np.float32)
@@ -353,7 +353,7 @@ def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
 
 def test_patterns_and_numbers_of_the_settings(tmp_path, monkeypatch):
     """Flags of a pattern are its own; a huge number is no scale; patterns take bounded time."""
-    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | dict(target_modules="(?i).*[QO]_PROJ")))
@@ -373,7 +373,7 @@ def test_patterns_and_numbers_of_the_settings(tmp_path, monkeypatch):
 
 def test_headers_are_compared_before_tensors_are_read(tmp_path, monkeypatch):
     """A file without blocks on the disk may hold matrices of any rank; a header, any number of tensors."""
-    xj.lora.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     assert xj.lora.load_adapter(CONFIG, tmp_path / "a", max_rank=4).scales == ADAPTERS[0].scales
     monkeypatch.setattr(peft_files, "_read_array", None)
     with pytest.raises(xj.InputError, match="it has rank 4, and max_rank is 3"):
@@ -418,7 +418,7 @@ def test_calls_that_do_not_fit():
         (lambda: xj.lora.init_adapter(CONFIG, jax.random.key(0), 4, ["w1"]), "'w1'"),
         (lambda: xj.lora.init_adapter(CONFIG, jax.random.key(0), 0), "rank"),
         (lambda: logits(xj.lora.with_adapters(PARAMS, ADAPTERS, np.array([0, 1]))), "rows"),
-        (lambda: xj.save_model("/nowhere/x", adapted, CONFIG), "adapter"),
+        (lambda: xj.save_model(adapted, CONFIG, "/nowhere/x"), "adapter"),
     ):
         with pytest.raises(xj.InputError, match=message):
             call()
@@ -431,15 +431,15 @@ def test_key_heads_that_a_mesh_repeats(tmp_path, case):
     config = xj.ModelConfig.from_hf(hf) if case == "phi3-gqa" else CONFIG
     adapter = xj.lora.init_adapter(config, jax.random.key(0), 3)
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
-    xj.lora.save_adapter(tmp_path / "a", adapter, config)
+    xj.lora.save_adapter(adapter, config, tmp_path / "a")
     repeated = with_repeated_kv_heads(config, 4)
     loaded = xj.lora.load_adapter(repeated, tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, loaded, xj.lora.load_adapter(config, tmp_path / "a"))
-    xj.lora.save_adapter(tmp_path / "b", loaded, repeated)
+    xj.lora.save_adapter(loaded, repeated, tmp_path / "b")
     jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(config, tmp_path / "b"), loaded)
     other = dataclasses.replace(config, num_attention_heads=8)
     with pytest.raises(xj.InputError, match="has other sizes in the adapter"):
-        xj.lora.save_adapter(tmp_path / "c", adapter, other)
+        xj.lora.save_adapter(adapter, other, tmp_path / "c")
 
 
 @pytest.mark.full
@@ -470,9 +470,9 @@ def test_models_whose_inputs_are_rotated(tmp_path):
     mixed = forward(xj.lora.with_adapters(rotated.params, [layers], rows), rotated.config, tokens)[0]
     alone = forward(xj.lora.with_adapter(rotated.params, layers), rotated.config, tokens)[0]
     np.testing.assert_allclose(mixed[0], alone[0], atol=0.02 * np.abs(found).max())
-    xj.lora.save_adapter(tmp_path / "a", adapter, rotated.config)
+    xj.lora.save_adapter(adapter, rotated.config, tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, xj.lora.load_adapter(rotated.config, tmp_path / "a"), adapter)
-    xj.save_model(tmp_path / "saved", rotated.params, rotated.config)
+    xj.save_model(rotated.params, rotated.config, tmp_path / "saved")
     saved = xj.load_model(tmp_path / "saved", "float32").params
     again = forward(xj.lora.with_adapter(saved, adapter), rotated.config, tokens)[0]
     np.testing.assert_array_equal(again, found)

@@ -106,7 +106,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, form, request):
     if form in GRADIENTS or request.config.getoption("soak"):
         compare_gradients(tmp_path, form, config, params, model, adapter, ids)
 
-    xj.lora.save_adapter(tmp_path / "ours", adapter, config)
+    xj.lora.save_adapter(adapter, config, tmp_path / "ours")
     for module in model.modules():  # unload would leave the new norms
         if hasattr(module, "original_module"):
             module.modules_to_save["default"] = module.original_module
@@ -154,7 +154,7 @@ def test_own_a_of_matrices_that_peft_has_in_one_module(tmp_path, form):
     targets = [name for name in "qkvzab" if form == "hybrid" or name in "qkv"] + ["o"]
     adapter = xj.lora.init_adapter(config, jax.random.key(0), 3, targets, alpha=6)
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), adapter)
-    xj.lora.save_adapter(tmp_path / "ours", adapter, config)
+    xj.lora.save_adapter(adapter, config, tmp_path / "ours")
     ids = cases.prompts(cases.CASES[FORMS[form][0]])[1]
     opened = peft.PeftModel.from_pretrained(cases.hf_model(case.hf, tensors), tmp_path / "ours").eval()
     wanted = np.asarray(forward(xj.lora.with_adapter(params, adapter), config, jnp.array([ids]))[0][0])

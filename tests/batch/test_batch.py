@@ -109,7 +109,7 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
 @pytest.mark.full
 def test_lines_name_adapters(model, tmp_path):
     adapter = random_adapter(model.config, 0, 2)
-    xj.lora.save_adapter(tmp_path / "adapter", adapter, model.config)
+    xj.lora.save_adapter(adapter, model.config, tmp_path / "adapter")
     api = dict(method="POST", url="/v1/completions", body=dict(model="a", max_tokens=5, prompt=[5, 6, 7]))
     rows = [
         dict(prompt=[5, 6, 7], max_tokens=5, adapter="a"), dict(prompt=[5, 6, 7], max_tokens=5),

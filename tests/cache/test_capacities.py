@@ -50,8 +50,8 @@ def test_tokens_beyond_the_capacity_are_dropped_and_flagged(model, counts):
 
 def test_a_full_row_is_saved_and_loaded(model, tmp_path):
     prefix = xj.types.Prefix([[1, 2, 3, 4, 5]], filled_cache(model, 5, [5]))
-    xj.save_prefix(tmp_path / "prefix", prefix, *model)
-    again = xj.load_prefix(tmp_path / "prefix", *model).cache
+    xj.save_prefix(*model, prefix, tmp_path / "prefix")
+    again = xj.load_prefix(*model, tmp_path / "prefix").cache
     assert again.capacity == 5
     jax.tree.map(np.testing.assert_array_equal, again, prefix.cache)
 

@@ -187,9 +187,9 @@ def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, 
     first = run(PROMPTS, keep_prefix=True)
     assert run(PROMPTS, draft="lookup").tokens == first.tokens
     assert len(run(PROMPTS, n=2).tokens) == 4
-    xj.save_prefix(tmp_path / "cache", first.prefix, model.params, model.config)
+    xj.save_prefix(model.params, model.config, first.prefix, tmp_path / "cache")
     prompts = [[*a, *b, 11] for a, b in zip(PROMPTS, first.tokens, strict=True)]
-    loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
+    loaded = xj.load_prefix(model.params, model.config, tmp_path / "cache")
     assert (
         run(prompts, prefix=loaded, capacity=None).tokens
         == run(prompts, prefix=first.prefix, capacity=None).tokens

@@ -67,8 +67,8 @@ def test_tokens_that_differ_are_prefilled_again(model):
 @pytest.mark.full
 def test_a_saved_prefix_loads_with_the_same_bits(model, tmp_path):
     first = run(model, FIRST, keep_prefix=True, capacity=64)
-    xj.save_prefix(tmp_path / "cache.safetensors", first.prefix, model.params, model.config)
-    loaded = xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=96)
+    xj.save_prefix(model.params, model.config, first.prefix, tmp_path / "cache.safetensors")
+    loaded = xj.load_prefix(model.params, model.config, tmp_path / "cache.safetensors", capacity=96)
     assert loaded.tokens == first.prefix.tokens and loaded.cache.capacity == 96
     assert (
         run(model, next_prompts(first), prefix=loaded).tokens
@@ -78,11 +78,11 @@ def test_a_saved_prefix_loads_with_the_same_bits(model, tmp_path):
     changed = dataclasses.replace(model.config, rms_norm_eps=1e-3)
     for params, config in ((other, model.config), (model.params, changed)):
         with pytest.raises(xj.InputError, match="was saved with another model"):
-            xj.load_prefix(tmp_path / "cache.safetensors", params, config)
+            xj.load_prefix(params, config, tmp_path / "cache.safetensors")
     with pytest.raises(xj.InputError, match="more than the capacity 4"):
-        xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=4)
+        xj.load_prefix(model.params, model.config, tmp_path / "cache.safetensors", capacity=4)
     with pytest.raises(xj.InputError, match="cannot be read"):
-        xj.load_prefix(tmp_path / "nothing", model.params, model.config)
+        xj.load_prefix(model.params, model.config, tmp_path / "nothing")
 
 
 @pytest.mark.full
@@ -114,8 +114,8 @@ def test_a_prefix_with_fewer_rows_than_its_cache(model, tmp_path):
     assert prefix.shared([[1, 2, 3, 9], [7, 8, 9, 6], [11, 12]]).tolist() == [3, 3, 1]
     with pytest.raises(xj.InputError, match="4 prompts for a prefix of 3 rows"):
         prefix.shared([[1]] * 4)
-    xj.save_prefix(tmp_path / "cache", prefix, params, config)
-    loaded = xj.load_prefix(tmp_path / "cache", params, config)
+    xj.save_prefix(params, config, prefix, tmp_path / "cache")
+    loaded = xj.load_prefix(params, config, tmp_path / "cache")
     assert loaded.tokens == prefix.tokens and loaded.cache.length_B.tolist() == [5, 3, 1]
     np.testing.assert_array_equal(loaded.cache.v[0][:, :, :5], prefix.cache.v[0][:3, :, :5])
     first = xj.types.Prefix(prefix.tokens[:2], prefix.cache)

@@ -51,7 +51,7 @@ def by_hand(config, dtype=None, **given) -> xj.types.Prefix:
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "prefix"
-    xj.save_prefix(path, by_hand(model[1]), *model)
+    xj.save_prefix(*model, by_hand(model[1]), path)
     return path
 
 
@@ -60,13 +60,13 @@ def saved(model, tmp_path_factory):
 
 def test_a_changed_model_is_rejected_in_memory_and_in_files(model, saved):
     params, config = model
-    loaded = xj.load_prefix(saved, params, config)
+    loaded = xj.load_prefix(params, config, saved)
     assert loaded.tokens == TOKENS and loaded.cache.reached_B.tolist() == [5, 3]
     layer = params["layers"][0]
     scaled = layer | {"q": layer["q"] | {"weight": layer["q"]["weight"] * 1.5}}
     other = params | {"layers": (scaled, *params["layers"][1:])}
     with pytest.raises(xj.InputError, match="was saved with another model"):
-        xj.load_prefix(saved, other, config)
+        xj.load_prefix(other, config, saved)
     prompts = [row + [9] for row in TOKENS]
     for prefix, named in (
         (loaded, "computed by another model, or before these parameters changed"),
@@ -80,14 +80,14 @@ def test_a_changed_model_is_rejected_in_memory_and_in_files(model, saved):
         with pytest.raises(xj.InputError, match=named):
             xj.generate(other, config, prompts, xj.GenerateOptions(4, prefix=prefix))
     with pytest.raises(xj.InputError, match="computed by another model"):
-        xj.save_prefix(saved.with_name("other"), loaded, other, config)
+        xj.save_prefix(other, config, loaded, saved.with_name("other"))
 
 
 def test_olmo3_has_no_norm_before_attention_and_is_saved(tmp_path):
     config = cases.CASES["olmo3-yarn-old"].config
     params = random_params(config)
-    xj.save_prefix(tmp_path / "prefix", by_hand(config), params, config)
-    assert xj.load_prefix(tmp_path / "prefix", params, config).tokens == TOKENS
+    xj.save_prefix(params, config, by_hand(config), tmp_path / "prefix")
+    assert xj.load_prefix(params, config, tmp_path / "prefix").tokens == TOKENS
 
 
 @pytest.mark.full
@@ -96,8 +96,8 @@ def test_every_cache_dtype_is_saved_exactly(model, dtype, tmp_path):
     prefix = by_hand(model[1], dtype)
     layers = jax.tree.map(lambda x: (x + 3).astype(x.dtype), prefix.cache.layers)
     prefix = dataclasses.replace(prefix, cache=dataclasses.replace(prefix.cache, layers=layers))
-    xj.save_prefix(tmp_path / "prefix", prefix, *model)
-    loaded = xj.load_prefix(tmp_path / "prefix", *model, capacity=512).cache
+    xj.save_prefix(*model, prefix, tmp_path / "prefix")
+    loaded = xj.load_prefix(*model, tmp_path / "prefix", capacity=512).cache
     assert loaded.dtype == dtype and loaded.reached_B is None and loaded.capacity == 512
     for row, tokens in enumerate(TOKENS):
         for saved, got in zip(jax.tree.leaves(layers), jax.tree.leaves(loaded.layers), strict=True):
@@ -106,7 +106,7 @@ def test_every_cache_dtype_is_saved_exactly(model, dtype, tmp_path):
 
 
 def test_cache_dtype_may_name_the_dtype_of_the_prefix_in_any_form(model, saved):
-    loaded = xj.load_prefix(saved, *model)
+    loaded = xj.load_prefix(*model, saved)
     for dtype in (jnp.float32, np.dtype("float32"), "float32"):
         options = xj.GenerateOptions(4, prefix=loaded, cache_dtype=dtype)
         xj.stream(*model, TOKENS, options)  # checks the arguments
@@ -129,15 +129,15 @@ def test_a_prefix_with_other_longrope_factors_is_prefilled_again(switching, tmp_
     options = xj.GenerateOptions(1, capacity=64, keep_prefix=True)
     short = xj.generate(*switching, [prompt[:27]], options).prefix
     fresh = xj.generate(*switching, [prompt], options)
-    xj.save_prefix(tmp_path / "prefix", short, *switching)
-    loaded = xj.load_prefix(tmp_path / "prefix", *switching)
+    xj.save_prefix(*switching, short, tmp_path / "prefix")
+    loaded = xj.load_prefix(*switching, tmp_path / "prefix")
     assert short.factors == loaded.factors == switching[1].rope.short_factor
     for prefix, reused in ((short, 0), (loaded, 0), (fresh.prefix, 57)):
         again = xj.generate(*switching, [prompt], xj.GenerateOptions(1, prefix=prefix))
         assert (again.tokens, again.stats.reused_tokens) == (fresh.tokens, reused)
         np.testing.assert_allclose(again.logprobs, fresh.logprobs, atol=1e-5)
     with pytest.raises(xj.InputError, match="which longrope factors"):
-        xj.save_prefix(tmp_path / "prefix", by_hand(with_fixed_rope(switching[1], 3, 5)), *switching)
+        xj.save_prefix(*switching, by_hand(with_fixed_rope(switching[1], 3, 5)), tmp_path / "prefix")
 
 
 @pytest.mark.full
@@ -230,12 +230,12 @@ HOSTILE = {
 def test_a_damaged_file_raises_one_line(model, saved, tmp_path, name):
     change, named = HOSTILE[name]
     with pytest.raises(xj.InputError, match=named):
-        xj.load_prefix(rewrite(saved, tmp_path / "prefix", change), *model)
+        xj.load_prefix(*model, rewrite(saved, tmp_path / "prefix", change))
 
 
 def test_the_capacity_of_a_file_is_limited_to_the_context(model, saved, tmp_path):
     path = rewrite(saved, tmp_path / "prefix", setting("capacity", 10**15))
-    assert xj.load_prefix(path, *model).cache.capacity == CAPACITY
+    assert xj.load_prefix(*model, path).cache.capacity == CAPACITY
 
 
 def test_a_truncated_file_raises(model, saved, tmp_path):
@@ -243,13 +243,14 @@ def test_a_truncated_file_raises(model, saved, tmp_path):
     for length in (0, 4, 100, len(whole) - 1):
         (tmp_path / "prefix").write_bytes(whole[:length])
         with pytest.raises(xj.InputError, match="cannot be read"):
-            xj.load_prefix(tmp_path / "prefix", *model)
-    for call in (xj.load_prefix, lambda path, *model: xj.save_prefix(path, by_hand(model[1]), *model)):
-        with pytest.raises(xj.InputError, match="cannot be"):
-            call(tmp_path, *model)
+            xj.load_prefix(*model, tmp_path / "prefix")
+    with pytest.raises(xj.InputError, match="cannot be read"):
+        xj.load_prefix(*model, tmp_path)
+    with pytest.raises(xj.InputError, match="cannot be written"):
+        xj.save_prefix(*model, by_hand(model[1]), tmp_path)
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2.0, "64", True, CAPACITY + 1, 10**12])
 def test_an_invalid_capacity_raises(model, saved, capacity):
     with pytest.raises(xj.InputError, match="capacity must be a whole number from 1 to .* 1024, got"):
-        xj.load_prefix(saved, *model, capacity=capacity)
+        xj.load_prefix(*model, saved, capacity=capacity)

@@ -126,8 +126,8 @@ def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logi
     prompt = rows_and_logits[0][0].tolist()
     options = xj.GenerateOptions(4, capacity=CAPACITY, keep_prefix=True)
     first = xj.generate(*model, [prompt], options).prefix
-    xj.save_prefix(tmp_path / "cache", first, *model)
-    loaded = xj.load_prefix(tmp_path / "cache", *model)
+    xj.save_prefix(*model, first, tmp_path / "cache")
+    loaded = xj.load_prefix(*model, tmp_path / "cache")
     assert loaded.cache.reached_B.tolist() == first.cache.reached_B.tolist()
     options = dataclasses.replace(options, capacity=None)
     for shared, reused in ((1000, 1000), (100, 0)):
@@ -137,9 +137,9 @@ def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logi
             again = xj.generate(*model, [changed], dataclasses.replace(options, prefix=prefix))
             assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
     went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
-    xj.save_prefix(tmp_path / "cache", xj.types.Prefix([prompt[:560]], went_back), *model)
+    xj.save_prefix(*model, xj.types.Prefix([prompt[:560]], went_back), tmp_path / "cache")
     with pytest.raises(xj.InputError, match="needs slots for 580 tokens, more than the capacity 570"):
-        xj.load_prefix(tmp_path / "cache", *model, capacity=570)
+        xj.load_prefix(*model, tmp_path / "cache", capacity=570)
 
 
 @pytest.mark.full

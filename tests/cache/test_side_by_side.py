@@ -148,11 +148,11 @@ def test_calls_and_prefix_files(model, tmp_path):
 
     def first_calls(file):
         batch = sampled(model, PROMPTS, **options)
-        xj.save_prefix(tmp_path / file, batch.prefix, model.params, model.config)
+        xj.save_prefix(model.params, model.config, batch.prefix, tmp_path / file)
         return batch.tokens
 
     def continued(file):
-        prefix = xj.load_prefix(tmp_path / file, model.params, model.config)
+        prefix = xj.load_prefix(model.params, model.config, tmp_path / file)
         batch = sampled(model, longer, prefix=prefix)
         return prefix, (batch.tokens, batch.stats.reused_tokens)
 

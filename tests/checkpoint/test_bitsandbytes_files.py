@@ -125,7 +125,7 @@ def test_int8_stays_as_it_is(tmp_path):
         xj.load_model(path, "float32", dequantize=True), equal_model(tmp_path / "c", HF, equal), 2**-22
     )
     with pytest.raises(xj.InputError, match="cannot be written in the format bitsandbytes"):
-        xj.save_model(tmp_path / "d", model.params, model.config)
+        xj.save_model(model.params, model.config, tmp_path / "d")
 
 
 def test_settings_without_a_method(tmp_path):

@@ -51,9 +51,9 @@ def test_matrices_stay_as_they_are_stored(tmp_path, name):
     assert len(kept) == 7 and {*map(type, kept)} == {Fp8Weight} and model.load_stats.dtype in ("fp8", name)
     if name in ("modelopt", "compressed-tensors"):
         with pytest.raises(xj.InputError, match="saved only in the files of a checkpoint"):
-            xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+            xj.save_model(model.params, model.config, tmp_path / "c", like=path)
     else:
-        xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+        xj.save_model(model.params, model.config, tmp_path / "c", like=path)
         again = xj.load_model(tmp_path / "c", "float32", "fp8")
         jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 

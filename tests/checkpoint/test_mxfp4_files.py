@@ -113,7 +113,7 @@ def test_rejected_by_name(tmp_path, settings, changed, given, message):
 @pytest.mark.parametrize("settings", [HF["quantization_config"], None], ids=["of-files", "of-leaves"])
 def test_saved_with_the_bytes_of_the_files(tmp_path, path, kept, settings):
     config = dataclasses.replace(kept.config, quantization_config=settings)
-    xj.save_model(tmp_path / "to", kept.params, config, max_shard_bytes=100_000)
+    xj.save_model(kept.params, config, tmp_path / "to", max_shard_bytes=100_000)
     saved = open_tensors(tmp_path / "to")
     stored = open_tensors(path)
     assert saved.keys() == stored.keys()
@@ -127,7 +127,7 @@ def test_saved_with_the_bytes_of_the_files(tmp_path, path, kept, settings):
 
 
 def test_dequantized_experts_beside_the_checkpoint_that_they_are_from(tmp_path, path, exact):
-    xj.save_model(tmp_path / "to", exact.params, exact.config, like=path)
+    xj.save_model(exact.params, exact.config, tmp_path / "to", like=path)
     again = xj.load_model(tmp_path / "to", "float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, exact.params)
     assert again.load_stats.dtype == "float32"
@@ -137,4 +137,4 @@ def test_half_of_a_stored_tensor_is_rejected_by_name(tmp_path, kept, exact):
     params = jax.tree.map(lambda x: x, kept.params)
     params["layers"][1]["experts"]["up"] = exact.params["layers"][1]["experts"]["up"]
     with pytest.raises(xj.InputError, match="layers.1.mlp.experts.gate_proj.weight cannot be written in the"):
-        xj.save_model(tmp_path / "to", params, kept.config)
+        xj.save_model(params, kept.config, tmp_path / "to")

@@ -82,7 +82,7 @@ def test_a_class_is_all_that_a_format_needs(tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         matrix, numbers["model.layers.0.self_attn.q_proj.weight"] * np.float32(step)
     )
-    xj.save_model(tmp_path / "again", kept.params, kept.config)
+    xj.save_model(kept.params, kept.config, tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == stored.keys()
     for name in again:

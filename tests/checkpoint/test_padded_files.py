@@ -49,7 +49,7 @@ def test_files_and_results_are_those_without_padding(tmp_path, kind):
     np.testing.assert_allclose(logits(model), logits(usual), atol=1e-4, rtol=0)
     assert fingerprint(model.params, model.config) == fingerprint(usual.params, usual.config)
     for name, saved in (("padded", model), ("usual", usual)):
-        xj.save_model(tmp_path / name, saved.params, saved.config)
+        xj.save_model(saved.params, saved.config, tmp_path / name)
     found, wanted = (open_tensors(tmp_path / name) for name in ("padded", "usual"))
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():

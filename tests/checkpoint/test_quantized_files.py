@@ -192,7 +192,7 @@ def test_auto_round_packs_as_gptq_or_awq(tmp_path, packing, like):
     assert save_and_compare(path, tmp_path / "to") == settings
     model = xj.load_model(path, "float32")
     model.params["layers"][1]["k"]["weight"] = jnp.asarray(equal[f"{K1}.weight"])
-    xj.save_model(tmp_path / "float", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "float")
     again = xj.load_model(tmp_path / "float", "float32").config.quantization_config
     assert again["extra_config"] == settings["extra_config"] | {K1: dict(bits=16)}
 
@@ -367,7 +367,7 @@ def save_and_compare(path, to, dtype="float32", **how) -> dict:
     that was written.
     """
     model = xj.load_model(path, dtype=dtype)
-    xj.save_model(to, model.params, model.config, **how)
+    xj.save_model(model.params, model.config, to, **how)
     (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, to))
     assert all(name.endswith("g_idx") for name in saved.keys() - source.keys())
     same_bits(source, {name: saved[name] for name in source})
@@ -412,14 +412,14 @@ def test_a_matrix_that_became_float_is_listed(tmp_path, settings, listed):
     model = xj.load_model(path, dtype="float32")
     model.params["layers"][1]["q"]["weight"] = jnp.asarray(equal[f"{Q1}.weight"])
     for how in ({}, dict(like=path)):
-        xj.save_model(tmp_path / f"to{len(how)}", model.params, model.config, **how)
+        xj.save_model(model.params, model.config, tmp_path / f"to{len(how)}", **how)
         again = xj.load_model(tmp_path / f"to{len(how)}", dtype="float32")
         same_bits(model.params, again.params)
         assert again.config.quantization_config == settings | listed
     floats = jax.tree.map(
         lambda x: x.dequantize() if is_quantized(x) else x, model.params, is_leaf=is_quantized
     )
-    xj.save_model(tmp_path / "floats", floats, model.config, like=path)
+    xj.save_model(floats, model.config, tmp_path / "floats", like=path)
     again = xj.load_model(tmp_path / "floats", dtype="float32")
     same_bits(floats, again.params)
     assert again.config.quantization_config is None
@@ -432,13 +432,13 @@ def test_matrices_that_a_format_cannot_have_are_rejected_by_name(tmp_path):
     for bits, group in ((8, 16), (4, 32)):
         layer["weight"] = quantize_matrix(matrix, bits, group)
         with pytest.raises(xj.InputError, match=f"{Q1}.weight cannot be written in the format awq.*=None"):
-            xj.save_model(tmp_path / "to", model.params, model.config)
+            xj.save_model(model.params, model.config, tmp_path / "to")
     symmetric = GPTQ | dict(sym=True)
     model = xj.load_model(write(tmp_path / "symmetric", symmetric, zeros=8)[0], dtype="float32")
     leaf = model.params["layers"][1]["q"]["weight"]
     model.params["layers"][1]["q"]["weight"] = dataclasses.replace(leaf, zero=leaf.zero.at[0, 0].set(7))
     with pytest.raises(xj.InputError, match=f"{Q1}.weight cannot be written in the format gptq"):
-        xj.save_model(tmp_path / "to", model.params, model.config)
+        xj.save_model(model.params, model.config, tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 
@@ -458,7 +458,7 @@ def same_bits(a, b):
 def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, dtype, hf):
     source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
     model = xj.load_model(source, dtype=dtype, quantize=quantize)
-    xj.save_model(tmp_path / "to" / "there", model.params, model.config, tokenizer=model.tokenizer)
+    xj.save_model(model.params, model.config, tmp_path / "to" / "there", tokenizer=model.tokenizer)
     opened = open_checkpoint(tmp_path / "to" / "there", dtype=dtype)
     tiny.assert_same_shapes(opened)
     again = opened.read()
@@ -475,7 +475,7 @@ def test_awq_and_gptq_saved_in_our_format(tmp_path, name):
     settings, how = CASES[name]
     model = xj.load_model(write(tmp_path / "from", settings, **how)[0], dtype="float32")
     config = dataclasses.replace(model.config, quantization_config=None)
-    xj.save_model(tmp_path / "to", model.params, config)
+    xj.save_model(model.params, config, tmp_path / "to")
     opened = open_checkpoint(tmp_path / "to", dtype="float32")
     tiny.assert_same_shapes(opened)
     again = opened.read()
@@ -486,7 +486,7 @@ def test_awq_and_gptq_saved_in_our_format(tmp_path, name):
 def test_shape_errors_in_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
-    xj.save_model(tmp_path / "to", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "to")
     stored = load_file(tmp_path / "to" / "model.safetensors")
     gate = "model.layers.0.mlp.gate_proj.weight"
     for part, shape in (("values", (1, 16, 48)), ("zero", (1, 48))):
@@ -502,7 +502,7 @@ def test_invalid_order_in_our_own_format(tmp_path):
     stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
     model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
     config = dataclasses.replace(model.config, quantization_config=None)
-    xj.save_model(tmp_path / "to", model.params, config)
+    xj.save_model(model.params, config, tmp_path / "to")
     file = tmp_path / "to" / "model.safetensors"
     order = f"{Q1}.weight.order"
     for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):

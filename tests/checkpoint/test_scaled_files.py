@@ -188,7 +188,7 @@ def test_a_model_that_sees(tmp_path):
     path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
     model = xj.load_model(path, "float32")
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
-    xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+    xj.save_model(model.params, model.config, tmp_path / "c", like=path)
     again = xj.load_model(tmp_path / "c", "float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
@@ -258,7 +258,7 @@ def test_the_dtype_of_floats(tmp_path):
     np.testing.assert_array_equal(leaf, equal[Q0].astype(BF16))
     wanted = xj.load_model(write(tmp_path / "b", HF, equal), "float32", "int4")
     jax.tree.map(np.testing.assert_array_equal, xj.load_model(path, "float32", "int4").params, wanted.params)
-    xj.save_model(tmp_path / "c", model.params, model.config, like=path)  # no scale is left, nor a setting
+    xj.save_model(model.params, model.config, tmp_path / "c", like=path)  # no scale is left, nor a setting
     jax.tree.map(np.testing.assert_array_equal, xj.load_model(tmp_path / "c").params, model.params)
 
 
@@ -269,7 +269,7 @@ def test_w4a16_is_saved_as_it_was(tmp_path, name):
     """Packed numbers and zero points byte for byte; scales, of float models, in float32."""
     path, _ = checkpoint(tmp_path / "a", HF, *CASES[name][:2])
     model = xj.load_model(path, "float32")
-    xj.save_model(tmp_path / "b", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "b")
     (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
     assert source.keys() == saved.keys()
     for tensor, array in saved.items():
@@ -283,7 +283,7 @@ def test_others_are_not_saved_in_their_format(tmp_path, name, hf):
     path, _ = checkpoint(tmp_path / "a", hf or cases.CASES["qwen3-5-tied"].hf, *CASES[name][:2])
     model = xj.load_model(path, "float32")
     with pytest.raises(xj.InputError, match="cannot be written in the format compressed-tensors"):
-        xj.save_model(tmp_path / "b", model.params, model.config)
+        xj.save_model(model.params, model.config, tmp_path / "b")
 
 
 @pytest.mark.full

@@ -95,7 +95,7 @@ def test_experts_with_inputs_first(tmp_path):
     model = xj.load_model(path, "float32")
     assert model.config == config
     assert_same(model.params, want)
-    xj.save_model(tmp_path / "out", model.params, config, like=path)
+    xj.save_model(model.params, config, tmp_path / "out", like=path)
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), within)
     apart = tiny.write(tmp_path / "apart", hf, weights=tensors, with_tokenizer=False)
     assert_same(*(xj.load_model(x, "float32", "int8").params for x in (path, apart)))

@@ -156,7 +156,7 @@ def test_verbose_prints_the_kernels_and_what_is_not_read(command, good, ask, tmp
 
 def test_an_adapter_changes_the_answer(command, ask, good, tmp_path):
     config = xj.load_model(good).config
-    xj.lora.save_adapter(tmp_path / "a", random_adapter(config, 0, 2), config)
+    xj.lora.save_adapter(random_adapter(config, 0, 2), config, tmp_path / "a")
     assert ask(f"--adapter={tmp_path / 'a'}", "--max_tokens=4")["tokens"] != ask("--max_tokens=4")["tokens"]
     code, _, err = command(f"--model={good}", ASK, f"--adapter={tmp_path}")
     assert code == 2 and "holds no adapter_config.json" in err

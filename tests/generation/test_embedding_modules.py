@@ -115,7 +115,7 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
             np.testing.assert_allclose(vector_D, wanted_D / np.linalg.norm(wanted_D), atol=1e-5)
     plain_ND = xj.embed_texts(model, TEXTS, pooling="mean", normalize=False)
     assert plain_ND.shape == (3, 16) and abs(np.linalg.norm(plain_ND[0]) - 1) > 1e-3
-    xj.save_model(tmp_path / "again", model.params, model.config, like=path)
+    xj.save_model(model.params, model.config, tmp_path / "again", like=path)
     assert (
         load_file(tmp_path / "again" / "model.safetensors").keys()
         == load_file(path / "model.safetensors").keys()

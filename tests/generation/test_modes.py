@@ -207,13 +207,13 @@ def engine(models):
 def files(models):
     model = models["text"]
     folder = models["folder"] / str(len([*models["folder"].iterdir()]))
-    xj.save_model(folder / "model", model.params, model.config)
-    xj.lora.save_adapter(folder / "adapter", models["adapter"], model.config)
+    xj.save_model(model.params, model.config, folder / "model")
+    xj.lora.save_adapter(models["adapter"], model.config, folder / "adapter")
     adapter = xj.lora.load_adapter(model.config, folder / "adapter")
     params = xj.load_model(folder / "model", quantize="int4").params
     out = xj.generate(params, model.config, PROMPTS, xj.GenerateOptions(**NEW, keep_prefix=True))
-    xj.save_prefix(folder / "prefix", out.prefix, params, model.config)
-    xj.load_prefix(folder / "prefix", params, model.config)
+    xj.save_prefix(params, model.config, out.prefix, folder / "prefix")
+    xj.load_prefix(params, model.config, folder / "prefix")
     adapted = xj.lora.with_adapter(model.params, adapter)
     merged = xj.lora.merge_adapter(*xj.lora.split_adapter(adapted))
     xj.params.params_from_tensors(model.config, xj.params.params_to_tensors(merged, model.config))

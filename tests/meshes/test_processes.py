@@ -88,7 +88,7 @@ def test_generate_gives_the_tokens_of_one_process(command, model):
 def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(model, lines, tmp_path):
     one, out, logs, adapter = (tmp_path / name for name in ("one", "two", "logs", "adapter"))
     loaded = xj.load_model(model)
-    xj.lora.save_adapter(adapter, random_adapter(loaded.config, 0, 2), loaded.config)
+    xj.lora.save_adapter(random_adapter(loaded.config, 0, 2), loaded.config, adapter)
     adapters = dict(a=adapter)
     how = dict(raw=True, in_order=True, progress=False, adapters=adapters)
     xj.generate_file(loaded, lines, one, **how, **SHAPE)

@@ -119,7 +119,7 @@ def test_quantized_experts_cannot_be_written(tmp_path):
     path = write_checkpoint(tmp_path / "float", cases.CASES["moe-defaults"].hf)
     quantized = xj.load_model(path, quantize="int8")
     with pytest.raises(xj.InputError, match="experts in int8 or int4 cannot be saved"):
-        xj.save_model(tmp_path / "out", quantized.params, quantized.config)
+        xj.save_model(quantized.params, quantized.config, tmp_path / "out")
 
 
 @pytest.mark.full

@@ -133,7 +133,7 @@ def test_a_router_in_bfloat16_would_choose_others(tmp_path):
     """Loaded in bfloat16 it is that of the files to the last bit, also saved again in bfloat16."""
     path = tiny.write(tmp_path / "float32", CASE.hf, weights=published(), with_tokenizer=False)
     loaded = xj.load_model(path, "bfloat16")
-    xj.save_model(tmp_path / "bfloat16", loaded.params, loaded.config)
+    xj.save_model(loaded.params, loaded.config, tmp_path / "bfloat16")
     again = xj.load_model(tmp_path / "bfloat16", "bfloat16")
     stored = load_file(tmp_path / "bfloat16" / "model.safetensors")
     names = {name for name, x in stored.items() if x.dtype == np.float32}
@@ -187,15 +187,15 @@ def test_layers_that_draft_are_not_read(tmp_path, quantize):
     params = models[1].params
     if quantize is not None:
         with pytest.raises(xj.InputError, match="experts in int8 or int4 cannot be saved"):
-            xj.save_model(tmp_path / "saved", params, models[1].config)
+            xj.save_model(params, models[1].config, tmp_path / "saved")
         return
     given = xj.params.params_from_tensors(CASE.config, with_draft_layer(published()))
     jax.tree.map(np.testing.assert_array_equal, given, params)
-    xj.save_model(tmp_path / "saved", params, CASE.config)
+    xj.save_model(params, CASE.config, tmp_path / "saved")
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert settings["num_nextn_predict_layers"] == 0 and xj.ModelConfig.from_hf(settings) == CASE.config
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == published().keys()
-    xj.save_model(tmp_path / "like", params, CASE.config, like=drafting)
+    xj.save_model(params, CASE.config, tmp_path / "like", like=drafting)
     assert load_file(tmp_path / "like" / "model.safetensors").keys() == with_draft_layer(published()).keys()
 
 

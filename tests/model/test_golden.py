@@ -116,7 +116,7 @@ def test_files_written_before_still_load(name):
     model = xj.load_model(FILES / ("int8" if is_prefix else name))
     options = xj.GenerateOptions(len(expected["logprobs"][0]), eos_token_ids=())
     if is_prefix:
-        prefix = xj.load_prefix(FILES / f"{name}.prefix", model.params, model.config)
+        prefix = xj.load_prefix(model.params, model.config, FILES / f"{name}.prefix")
         options = dataclasses.replace(options, prefix=prefix)
     out = xj.generate(model.params, model.config, expected["prompts"], options)
     assert out.tokens == expected["tokens"] and out.stats.reused_tokens == expected.get("reused", 0)
@@ -127,4 +127,4 @@ def test_files_written_before_still_load(name):
 def test_a_prefix_of_an_older_format_is_rejected():
     model = xj.load_model(FILES / "int8")
     with pytest.raises(xj.InputError, match="in another format: prefill again"):
-        xj.load_prefix(FILES / "gear.prefix", model.params, model.config)
+        xj.load_prefix(model.params, model.config, FILES / "gear.prefix")

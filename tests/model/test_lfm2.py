@@ -154,7 +154,7 @@ def test_int8_matrices_and_what_stays_float(tmp_path):
     prompt = cases.prompts(BIAS)[1:2]
     found, wanted = (xj.forward(m.params, config, np.array(prompt))[0] for m in (near, exact))
     assert 0 < np.abs(found - wanted).mean() < 0.05 * np.abs(wanted).mean()
-    xj.save_model(tmp_path / "int8", near.params, config)
+    xj.save_model(near.params, config, tmp_path / "int8")
     again = xj.load_model(tmp_path / "int8", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, near.params)
 

@@ -121,7 +121,7 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
     """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
     config, params, model = build(name)
     prompt = cases.prompts(cases.CASES[name])[1]
-    xj.save_model(tmp_path / "ours", params, config, max_shard_bytes=100_000)
+    xj.save_model(params, config, tmp_path / "ours", max_shard_bytes=100_000)
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype="auto", attn_implementation="eager"
     ).eval()
@@ -134,7 +134,7 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
         key for key in theirs if ".shared_expert" in key and not config.experts.shared_intermediate_size
     }
     assert tensors.keys() == theirs.keys() - width_0
-    xj.save_model(tmp_path / "like", params, config, like=tmp_path / "theirs")
+    xj.save_model(params, config, tmp_path / "like", like=tmp_path / "theirs")
     copied = load_file(tmp_path / "like" / "model.safetensors")
     assert {key: x.dtype for key, x in copied.items()} == {key: x.dtype for key, x in theirs.items()}
     jax.tree.map(np.testing.assert_array_equal, copied, theirs)

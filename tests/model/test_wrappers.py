@@ -87,10 +87,10 @@ def test_text_of_a_model_that_sees(tmp_path, name):
     model = xj.load_model(tmp_path / "whole", "float32")
     logits_BTV, _ = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, tokens_BT)
     np.testing.assert_allclose(logits_BTV, want, atol=1e-4)
-    xj.save_model(tmp_path / "again", model.params, model.config, like=tmp_path / "whole")
+    xj.save_model(model.params, model.config, tmp_path / "again", like=tmp_path / "whole")
     (stored, again) = (load_file(tmp_path / path / "model.safetensors") for path in ("whole", "again"))
     jax.tree.map(np.testing.assert_array_equal, stored, again)
-    xj.save_model(tmp_path / "text", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "text")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     with torch.no_grad():
         np.testing.assert_allclose(alone(torch.tensor(tokens_BT)).logits.numpy(), want, atol=1e-4)

@@ -142,6 +142,22 @@ def test_old_names_work_and_warn(old, new):
     assert old not in xj.__all__ and old not in dir(xj)
 
 
+@pytest.mark.parametrize(
+    "call, order",
+    [
+        (xj.save_model, "params, config, path"),
+        (xj.load_prefix, "params, config, path"),
+        (xj.save_prefix, "params, config, prefix, path"),
+        (xj.lora.save_adapter, "adapter, config, path"),
+    ],
+)
+def test_the_old_order_of_arguments_is_an_error(call, order, tmp_path):
+    """In version 0.1 the path was the first argument."""
+    for path in ("directory", tmp_path):
+        with pytest.raises(InputError, match=re.escape(f"{call.__name__}({order}) is the order")):
+            call(path, *order.split(", ")[:-1])
+
+
 def test_the_overview_fits_a_screen_and_names_everything():
     text = inspect.getdoc(xj)
     assert len(text.splitlines()) <= 60

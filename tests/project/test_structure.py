@@ -22,9 +22,9 @@ pytestmark = pytest.mark.oldest
 
 # A package, or a module at the top, imports only those that come before it.
 PACKAGES = (
-    "lazy_names", "registry", "errors", "modes", "plugins", "checks", "device", "memory_plan", "stats",
-    "sharding", "config", "ops", "weights", "cache", "mixers", "feed_forward", "model", "sampling",
-    "generation", "backends", "layerwise",
+    "lazy_names", "registry", "errors", "modes", "plugins", "argument_order", "checks", "device",
+    "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers", "feed_forward",
+    "model", "sampling", "generation", "backends", "layerwise",
     "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",
     "reranking", "adapters", "compress", "processes", "engine", "api", "batch", "cli", "serve", "testing",
     "__main__",

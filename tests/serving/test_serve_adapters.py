@@ -28,7 +28,7 @@ def directory(model, tmp_path_factory):
         rank = 8 if name == "all/wide" else 3
         adapter = xj.lora.init_adapter(model.config, jax.random.key(seed), rank, ["q", "down"])
         changed = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(9), x.shape), adapter)
-        xj.lora.save_adapter(root / name, changed, model.config)
+        xj.lora.save_adapter(changed, model.config, root / name)
     os.symlink(root / "elsewhere", root / "all" / "link")
     (root / "all" / "large").mkdir()
     (root / "all" / "large" / "adapter_config.json").write_text(json.dumps(dict(r=1, x="y" * 10**7)))

@@ -103,8 +103,8 @@ def check_prefix_of_states(model: Any, out: xj.types.GenerateOutput, path: Path)
     out: of `CACHED`, with its prefix.
     """
     params, config, prompts = model
-    xj.save_prefix(path, out.prefix, params, config)
-    prefix = xj.load_prefix(path, params, config)
+    xj.save_prefix(params, config, out.prefix, path)
+    prefix = xj.load_prefix(params, config, path)
     longer = [p + t + [1, 2] for p, t in zip(prompts, out.tokens, strict=True)]
     whole = [len(p) + NEW - 1 for p in prompts]
     assert prefix.shared(longer).tolist() == whole

@@ -217,11 +217,11 @@ def formats() -> None:
             settings, how = files.CASES[name]
             paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
         model = xj.load_model(paths["float32"], "float32", "int4")
-        xj.save_model(Path(folder) / "own-int4", model.params, model.config)
+        xj.save_model(model.params, model.config, Path(folder) / "own-int4")
         paths["own-int4"] = Path(folder) / "own-int4"
         for name in ("awq", "gptq-act-order"):
             over = xj.load_model(paths[name], "float32", mesh=mesh_of(2))
-            xj.save_model(Path(folder) / "again" / name, over.params, over.config)
+            xj.save_model(over.params, over.config, Path(folder) / "again" / name)
             tensors = (
                 load_file(path / "model.safetensors") for path in (paths[name], Path(folder) / "again" / name)
             )
@@ -516,7 +516,7 @@ def odd_formats() -> None:
         for quantize in (None, "int8", "int4"):
             own = Path(folder) / f"own-{quantize}"
             over = xj.load_model(paths["float32"], "float32", quantize, mesh_of(2))
-            xj.save_model(own, over.params, over.config)
+            xj.save_model(over.params, over.config, own)
             if quantize != "int4":  # its groups depend on the parts
                 one = xj.load_model(paths["float32"], "float32", quantize)
                 back = xj.load_model(own, "float32")
@@ -571,7 +571,7 @@ def tensors_by_name() -> None:
             np.testing.assert_array_equal(leaf, wanted)
             assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
         with tempfile.TemporaryDirectory() as folder:
-            xj.save_model(Path(folder) / "out", over, config, max_shard_bytes=100_000)
+            xj.save_model(over, config, Path(folder) / "out", max_shard_bytes=100_000)
             saved = xj.load_model(Path(folder) / "out", "float32").params
         jax.tree.map(np.testing.assert_array_equal, saved, params)
     _repeated_heads_are_saved_once()
@@ -582,17 +582,17 @@ def _repeated_heads_are_saved_once() -> None:
     params = random_params(config)
     with tempfile.TemporaryDirectory() as folder:
         one = Path(folder) / "one"
-        xj.save_model(one, params, config)
+        xj.save_model(params, config, one)
         over = xj.load_model(one, "float32", mesh=mesh_of(4))
         assert over.config.num_key_value_heads == 4
-        xj.save_model(Path(folder) / "again", over.params, over.config, like=one)
+        xj.save_model(over.params, over.config, Path(folder) / "again", like=one)
         (first, again) = (load_file(Path(folder) / x / "model.safetensors") for x in ("one", "again"))
         jax.tree.map(np.testing.assert_array_equal, again, first)
         k = over.params["layers"][0]["k"]["weight"]
         layer = {**over.params["layers"][0], "k": {**over.params["layers"][0]["k"], "weight": k.at[0].add(1)}}
         changed = {**over.params, "layers": (layer, *over.params["layers"][1:])}
         with pytest.raises(xj.InputError, match="layers.0.k.weight has key heads that were repeated"):
-            xj.save_model(Path(folder) / "not", changed, over.config, like=one)
+            xj.save_model(changed, over.config, Path(folder) / "not", like=one)
 
 
 def gradients() -> None:
@@ -696,7 +696,7 @@ def adapters() -> None:
         adapter = xj.lora.init_adapter(one.config, jax.random.key(0), 3, targets)
         noise = iter(jax.random.split(jax.random.key(1), 1000))
         adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
-        xj.lora.save_adapter(Path(folder) / "adapter", adapter, one.config)
+        xj.lora.save_adapter(adapter, one.config, Path(folder) / "adapter")
         loaded = xj.lora.load_adapter(over.config, Path(folder) / "adapter")
         layers = [path for path in loaded.matrices if path.startswith("layers")]
         part = xj.lora.Adapter({path: loaded.matrices[path] for path in layers}, (1.0,) * len(layers))

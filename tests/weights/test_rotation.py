@@ -89,7 +89,7 @@ def test_models_with_int8_activations(tmp_path, name, how):
     most = 0.1 if how == INT8 else 0.35
     assert 0 < np.sqrt(np.square(found - wanted).mean()) < most * wanted.std()
     if is_saved:
-        xj.save_model(tmp_path / "to", model.params, model.config)
+        xj.save_model(model.params, model.config, tmp_path / "to")
         stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
         assert stored == dict(quant_method="xinfer_jax", version=5, activations="int8")
         loaded = xj.load_model(tmp_path / "to", "float32")
@@ -98,7 +98,7 @@ def test_models_with_int8_activations(tmp_path, name, how):
         q = layer["q"] | {"weight": dataclasses.replace(layer["q"]["weight"], input_block=0)}
         mixed = model.params | {"layers": (layer | {"q": q}, *model.params["layers"][1:])}
         with pytest.raises(xj.InputError, match="rotated in blocks of 0, and the files would say"):
-            xj.save_model(tmp_path / "mixed", mixed, model.config)
+            xj.save_model(mixed, model.config, tmp_path / "mixed")
         np.testing.assert_array_equal(logits(loaded, TOKENS % 90), found)
         pair = xj.lora.init_adapter(plain.config, jax.random.key(0), rank=2)
         apart = xj.lora.split_adapter(xj.lora.with_adapter(loaded.params, pair))
@@ -137,7 +137,7 @@ def test_steps_stay_whole_numbers_where_a_tpu_takes_float32_scales(tmp_path):
     plain = xj.load_model(dtype="float32")
     with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
         model = xj.load_model(dtype="float32", **INT4)
-        xj.save_model(tmp_path / "to", model.params, model.config)
+        xj.save_model(model.params, model.config, tmp_path / "to")
         loaded = xj.load_model(tmp_path / "to", "float32")
         params = quantized_params(plain.params, **INT4)
         jax.tree.map(assert_near, params_like(plain.params, plain.config, params), params)

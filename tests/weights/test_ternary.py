@@ -128,7 +128,7 @@ def test_modules_to_not_convert_and_a_packed_lm_head(tmp_path):
 def test_saved_as_packed_files(tmp_path, way, dtype):
     path, _ = checkpoint(tmp_path / "from", way, dtype=dtype)
     model = xj.load_model(path, dtype=dtype)
-    xj.save_model(tmp_path / "to", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "to")
     again = xj.load_model(tmp_path / "to", dtype=dtype)
     assert again.load_stats.dtype == "bitnet"
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
@@ -155,7 +155,7 @@ def test_matrices_that_bitnet_cannot_have(tmp_path):
     model = xj.load_model(checkpoint(tmp_path / "from", "bitlinear")[0], dtype="float32")
     (first, second, *_) = model.params["layers"]
     first["q"]["weight"] = first["q"]["weight"].dequantize()
-    xj.save_model(tmp_path / "to", model.params, model.config)
+    xj.save_model(model.params, model.config, tmp_path / "to")
     again = xj.load_model(tmp_path / "to", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
     listed = again.config.quantization_config["modules_to_not_convert"]
@@ -165,8 +165,8 @@ def test_matrices_that_bitnet_cannot_have(tmp_path):
     with pytest.raises(
         xj.InputError, match="layers.1.mlp.up_proj.weight cannot be written in the format bitnet"
     ):
-        xj.save_model(tmp_path / "out", model.params, model.config)
-    xj.save_model(tmp_path / "own", model.params, dataclasses.replace(model.config, quantization_config=None))
+        xj.save_model(model.params, model.config, tmp_path / "out")
+    xj.save_model(model.params, dataclasses.replace(model.config, quantization_config=None), tmp_path / "own")
     again = xj.load_model(tmp_path / "own", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
@@ -161,18 +162,19 @@ def _wanted(
 
 
 @in_default_modes
-def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None) -> None:
+def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, base: str | None = None) -> None:
     """Writes an adapter as PEFT does. Matrices that a module of transformers holds together, and that have
     each their own `a`, become one pair of the sum of their ranks.
 
     Args:
-        path: a new directory.
         adapter, config: the adapter, and the model's config.
+        path: a new directory.
         base: the name of the model, for PEFT.
 
     Raises:
         InputError: the directory exists or cannot be written; the adapter does not fit the config.
     """
+    check_order("save_adapter(adapter, config, path)", adapter)
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path} exists: give another directory")

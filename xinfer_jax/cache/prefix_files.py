@@ -12,6 +12,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..modes import in_default_modes
@@ -25,12 +26,13 @@ _FORMAT = 6  # earlier ones have a fingerprint of another config
 
 
 @in_default_modes
-def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
+def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str | Path) -> None:
     """Writes a prefix to a safetensors file: tokens, keys, values and the model's fingerprint.
 
     Raises:
         InputError: the file cannot be written; another model computed the prefix.
     """
+    check_order("save_prefix(params, config, prefix, path)", params)
     prefix.check(params, config)
     if prefix.factors not in _factors(config):
         raise InputError(
@@ -52,17 +54,19 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
 
 
 @in_default_modes
-def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity: int | None = None) -> Prefix:
+def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity: int | None = None) -> Prefix:
     """Reads what `save_prefix` wrote.
 
     Args:
-        path, params, config: the file, and the model that must have computed it.
+        params, config: the model, which must have computed the prefix.
+        path: the file.
         capacity: of the cache, at most the model's context limit; None: as saved.
 
     Raises:
         InputError: the file does not exist, is damaged, is of an older version or another model, or exceeds
             the capacity.
     """
+    check_order("load_prefix(params, config, path)", params)
     if capacity is not None and not _are_integers([capacity], 1, config.context_length):
         raise InputError(
             "capacity must be a whole number from 1 to the model's context limit"

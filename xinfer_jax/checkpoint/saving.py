@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import plan_tensors, specs_and_leaves
@@ -51,9 +52,9 @@ _FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}
 
 @in_default_modes
 def save_model(
-    path: str | Path,
     params: Params,
     config: ModelConfig,
+    path: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
     like: str | Path | None = None,
@@ -67,10 +68,10 @@ def save_model(
     Over several processes each calls this, and process 0 writes.
 
     Args:
-        path: the directory; of a symbolic link, where it points.
         params: of the model. Quantized matrices are written in the format of the files that they are from
             (AWQ, GPTQ, BitNet, MXFP4, W4A16); those that this library quantized in its own.
-        config: of the model, as `load_model` or `from_hf` returns it.
+        config: of the model, as `load_model` or `ModelConfig.from_hf` returns it.
+        path: the directory, or a symbolic link to it.
         tokenizer: whose files are written.
         like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
             are as there, and tensors and small files that this library does not read are copied from it.
@@ -83,6 +84,7 @@ def save_model(
         InputError: the parameters do not fit the config, or the config not `like`; matrices that the format
             cannot have, by name; `path` exists, or cannot be written.
     """
+    check_order("save_model(params, config, path)", params)
     check_params(params, config)
     if not isinstance(tokenizer, Tokenizer | None):
         raise InputError(

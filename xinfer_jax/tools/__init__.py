@@ -1,6 +1,7 @@
 """Calls of tools: `xj.tools`. Use it if a model may call functions and you run them yourself.
 
-- `AnswerParser` splits an answer into reasoning, content and calls, while it is generated or at its end.
+- `AnswerParser` splits an answer into reasoning, content and calls, while it is generated (`AnswerDelta`,
+  `ToolCallDelta`) or at its end.
 - `parse_tool_calls` does so for a whole text and returns a `ParsedAnswer` with `ToolCall`s.
 - `tool_grammar` returns a grammar that makes the model call one of your tools.
 
