@@ -136,7 +136,7 @@ def measure(model: xj.Model, lengths: list[int], probes: list[dict[str, float]])
     prompts = [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
     sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8) if SAMPLED.value else None
     given = dict(impl=IMPL.value, draft=DRAFT.value, eos_token_ids=())
-    options = xj.GenerateOptions(NEW.value, sampling or xj.SamplingConfig(), **given)
+    options = xj.GenerateOptions(max_tokens=NEW.value, sampling=sampling or xj.SamplingConfig(), **given)
 
     def generate() -> Any:
         reset_peak()

@@ -52,7 +52,7 @@ def load_ours(precision: str, checkpoint: str) -> Generate:
     model = xj.load_model(checkpoint, **how)
 
     def generate(prompts: Prompts, new: int) -> list[float]:
-        options = xj.GenerateOptions(new, eos_token_ids=())
+        options = xj.GenerateOptions(max_tokens=new, eos_token_ids=())
         times = []
         for _ in xj.stream(model.params, model.config, prompts, options):
             times.append(time.perf_counter())
@@ -78,7 +78,7 @@ def load_transformers(precision: str, checkpoint: str) -> Generate:
             times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        more: dict[str, Any] = dict(do_sample=False, stopping_criteria=[note], max_new_tokens=new)
+        more: dict[str, Any] = dict(do_sample=False, stopping_criteria=[note], max_tokens=new)
         model.generate(ids, attention_mask=torch.ones_like(ids), **more)
         return times
 

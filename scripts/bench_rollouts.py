@@ -55,7 +55,9 @@ def loop_rates(model: xj.Model, prompts_BT: np.ndarray, seed: int) -> np.ndarray
 
 def engine_rates(engine: xj.Engine, prompts_BT: np.ndarray, seed: int) -> np.ndarray:
     began = clocks()
-    options = xj.GenerateOptions(_TOKENS.value, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    options = xj.GenerateOptions(
+        max_tokens=_TOKENS.value, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=()
+    )
     keys = list(jax.random.split(jax.random.key(seed), len(prompts_BT)))
     requests = engine.submit_many(prompts_BT.tolist(), options, keys=keys, live=False)
     while engine.stats.running < len(requests):

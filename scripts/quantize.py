@@ -184,7 +184,9 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
         length = min(_CONTEXT, model.config.context_length) - len(start)
         ends = (*start, *model.tokenizer.eos_token_ids)
-        options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=ends)
+        options = xj.GenerateOptions(
+            max_tokens=length, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=ends
+        )
         prompts = [start] * (32 if seed == _CALIBRATION_SEED else 96)
         out = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(seed))
         return [model.tokenizer.decode(ids) for ids in out.tokens]

@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
     with xj.Engine(model, **shape, **own, warm_up=True) as engine, compilations() as compiled:
         for _ in range(REQUESTS.value // 1000):
             for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
-                fewer = min(drawn.options.max_new_tokens, NEW.value)
-                options = dataclasses.replace(drawn.options, max_new_tokens=fewer, **draw_callers(rng))
+                fewer = min(drawn.options.max_tokens, NEW.value)
+                options = dataclasses.replace(drawn.options, max_tokens=fewer, **draw_callers(rng))
                 name = rng.choice([None, *names])
                 request = engine.submit(drawn.ids, options, key=drawn.key, adapter=name, **drawn.more)
                 if name and rng.random() < 1 / 20:
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             outcome(request)
             sizes.append(round(resident(), 1))
             print(json.dumps(dict(requests=engine.stats.requests, resident_mib=sizes[-1])), flush=True)
-        engine.generate([[1]], xj.GenerateOptions(1))
+        engine.generate([[1]], xj.GenerateOptions(max_tokens=1))
         while engine.stats.running + engine.stats.prefilling + engine.stats.waiting:
             time.sleep(0.1)
         stats = engine.stats

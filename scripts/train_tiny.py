@@ -180,7 +180,7 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
     """
     tokenizer = model.tokenizer
     results = {}
-    options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
+    options = xj.GenerateOptions(max_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
     for group, pairs in questions(tokenizer).items():
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs]
         out = xj.generate(model.params, model.config, prompts, options)

@@ -35,38 +35,22 @@ Namespaces (`help(xj.lora)` describes one):
     xj.testing    checks for your own tests
 """
 
+import sys
+
 from .lazy_names import lazy_names
 
-_MOVED = (
-    dict(Engines="engine.engines.Engines", plugin="plugins.load", Processor="LogitsProcessor")
-    | dict(dfa="grammar.compile_dfa", from_hf="ModelConfig.from_hf")
-    | {name: f"KVCache.{name}" for name in ("truncate", "repeat_rows")}
-    | {
-        name: f"{namespace}.{name}"
-        for namespace, names in dict(
-            grammar="Dfa Grammar choice json_object json_schema lark regex",
-            tools="AnswerDelta AnswerParser ParsedAnswer ToolCall ToolCallDelta parse_tool_calls"
-            " tool_grammar",
-            lora="Adapter LowRank init_adapter load_adapter merge_adapter save_adapter split_adapter"
-            " with_adapter with_adapters",
-            params="ParamName dequantize param_names params_from_tensors params_to_tensors reshard shardings"
-            " stack_layers unstack_layers",
-            rollouts="PackedRollout continue_rows map_logits pack_rollout",
-            types="Answer BeamOutput DecodeState Decoded EngineStats GenerateOutput GenerateStats LoadStats"
-            " ModelOutput Prefix Request RopeConfig SampleOutput SamplingContext Scores Stream TextStream"
-            " TokenLogprobs",
-        ).items()
-        for name in names.split()
-    }
-)
-_find, __dir__, __all__ = lazy_names(__name__, __file__, _MOVED)
+_find, __dir__, __all__ = lazy_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         globals()[name] = _version()
         return globals()[name]
-    return _find(name)
+    if name in __all__:
+        return _find(name)
+    from .old_names import moved_name
+
+    return moved_name(sys.modules[__name__], name)
 
 
 def _version() -> str:

@@ -71,7 +71,7 @@ def assert_rollout_matches_score(
     config: ModelConfig,
     *,
     prompts: Sequence[Sequence[int]] = ((0,), (1, 2, 3)),
-    max_new_tokens: int = 16,
+    max_tokens: int = 16,
     temperature: float = 1.0,
     scored_by: Params | None = None,
     atol: float = 1e-4,
@@ -84,7 +84,7 @@ def assert_rollout_matches_score(
     Args:
         params, config: the model that samples; its layers may be stacked.
         prompts: token ids.
-        max_new_tokens: of each answer; no id ends one.
+        max_tokens: of each answer; no id ends one.
         temperature: above 0; of the samples, and of the log-probabilities.
         scored_by: parameters that score, as a trainer has them; None: params.
         atol: the largest difference that passes; bfloat16 needs about 0.2.
@@ -97,7 +97,7 @@ def assert_rollout_matches_score(
     """
     texts = check_prompts(config, prompts)
     (tokens_BT, num_tokens_B) = pad_prompts(texts, config.context_length)
-    capacity = tokens_BT.shape[1] + max_new_tokens
+    capacity = tokens_BT.shape[1] + max_tokens
     sampling = SamplingConfig(temperature=temperature)
 
     @jax.jit
@@ -105,7 +105,7 @@ def assert_rollout_matches_score(
         own = unstack_layers(params) if isinstance(params["layers"], dict) else params
         cache = init_cache(config, len(texts), capacity)
         logits_BV, cache = prefill(own, config, tokens_BT, num_tokens_B, cache)
-        how = sampling, np.zeros(0, np.int32), max_new_tokens
+        how = sampling, np.zeros(0, np.int32), max_tokens
         out = decode_loop(own, config, logits_BV, cache, key, *how, logprobs=0)
         return pack_rollout(tokens_BT, num_tokens_B, out)
 

@@ -40,7 +40,7 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
     config = model.config
 
     def generate(more: Records, prompt: list[int] = PROMPT) -> str:
-        return repr(xj.generate(params, config, [prompt], xj.GenerateOptions(8, **more)))
+        return repr(xj.generate(params, config, [prompt], xj.GenerateOptions(max_tokens=8, **more)))
 
     calls: Calls = {f"generate {name}": lambda more=more: generate(more) for name, more in options.items()}
     calls["generate a short prompt"] = lambda: generate({}, PROMPT[:3])
@@ -51,11 +51,13 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
     beams = dict(plain={}, int8=dict(cache_dtype="int8"), gear=dict(cache_dtype="gear"))
     calls |= {
         f"beam_search {name}": lambda more=more: repr(
-            xj.beam_search(params, config, [PROMPT], num_beams=2, max_new_tokens=8, **more)
+            xj.beam_search(params, config, [PROMPT], num_beams=2, max_tokens=8, **more)
         )
         for name, more in beams.items()
     }
-    calls["stream"] = lambda: repr(next(iter(xj.stream(params, config, [PROMPT], xj.GenerateOptions(8)))))
+    calls["stream"] = lambda: repr(
+        next(iter(xj.stream(params, config, [PROMPT], xj.GenerateOptions(max_tokens=8))))
+    )
     calls["embed_texts"] = lambda: repr(xj.embed_texts(model, [PROMPT]))
     calls["score_completions"] = lambda: repr(xj.score_completions(params, config, [PROMPT], [PROMPT[:2]]))
     return calls
@@ -93,8 +95,8 @@ def function_calls(model: xj.Model) -> Calls:
     prompt = params, config, tokens_BT, num_tokens_B
 
     def routed() -> Any:
-        routes = run_model(return_routes=True).routes
-        return xj.forward(params, config, tokens_BT, routes=routes)
+        routed_experts = run_model(return_routed_experts=True).routed_experts
+        return xj.forward(params, config, tokens_BT, routed_experts=routed_experts)
 
     calls: Calls = {
         "forward": forward,
@@ -103,8 +105,8 @@ def function_calls(model: xj.Model) -> Calls:
             xj.params.stack_layers(params, config), config, tokens_BT
         ),
         "forward of segments": lambda: forward(segment_ids_BT=tokens_BT),
-        "run_model with routes": lambda: run_model(return_routes=True),
-        "run_model with a cache and routes": lambda: run_model(cache=new_cache(), return_routes=True),
+        "run_model with routes": lambda: run_model(return_routed_experts=True),
+        "run_model with a cache and routes": lambda: run_model(cache=new_cache(), return_routed_experts=True),
         "run_model with taps that read": lambda: run_model(taps=reads).reads,
         "forward with routes": routed,
         "forward with taps that read": lambda: forward(taps=reads),
@@ -121,7 +123,7 @@ def function_calls(model: xj.Model) -> Calls:
         "prefill with taps that read": lambda: xj.prefill(*prompt, new_cache(), taps=reads),
         "score": lambda: xj.score(*prompt),
         "score with inputs_BTD": lambda: xj.score(*prompt, inputs_BTD=inputs_BTD),
-        "score with return_routes": lambda: xj.score(*prompt, return_routes=True),
+        "score with return_routed_experts": lambda: xj.score(*prompt, return_routed_experts=True),
         "repeat_rows": lambda: new_cache().repeat_rows(2),
         "truncate": lambda: new_cache().truncate(0),
     }

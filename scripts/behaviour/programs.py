@@ -21,7 +21,7 @@ from behaviour.saved_files import FORMATS
 ROWS = 2
 PROMPT = [*range(1, 21)]
 SMALLEST = 20  # instructions: smaller programs are single operations around the others
-OPTIONS = xj.GenerateOptions(8, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
 
 
 def calls(model: xj.Model) -> dict[str, Callable[[], Any]]:

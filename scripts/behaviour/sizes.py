@@ -68,7 +68,16 @@ def engine_record(model: xj.Model, **settings: Any) -> Records:
     if "pages" in settings:
         return dict(cache_bytes=engine.cache_bytes)
     more = engine_without_programs(model, **settings, pages=engine.pages + 1)
-    names = "rows", "capacity", "pages", "host_pages", "chunk", "cache_bytes", "weight_bytes", "routes"
+    names = (
+        "rows",
+        "capacity",
+        "pages",
+        "host_pages",
+        "chunk",
+        "cache_bytes",
+        "weight_bytes",
+        "routed_experts",
+    )
     sizes = {name: getattr(engine, name) for name in names}
     return sizes | dict(page_bytes=more.cache_bytes - engine.cache_bytes)
 
@@ -79,7 +88,7 @@ def engine_settings(model: xj.Model) -> dict[str, Records]:
     return dict(
         {"plain": {}, "8 rows of 256": dict(rows=8, capacity=256), "64 rows": dict(rows=64, capacity=1024)},
         **{f"cache {dtype}": dict(cache_dtype=dtype) for dtype in CACHE_DTYPES},
-        lookup=dict(draft="lookup"), draft_model=dict(draft=model), routes=dict(routes=True),
+        lookup=dict(draft="lookup"), draft_model=dict(draft=model), routed_experts=dict(routed_experts=True),
         adapters=dict(max_adapters=4, max_rank=8), host_pages=dict(host_pages=8), taps=dict(taps=steering),
         prefill=dict(role="prefill"), decode=dict(role="decode"), no_prefixes=dict(prefix_cache=False),
         long=dict(capacity=1 << 20), many=dict(pages=1 << 20), triton=dict(impl="triton"),
@@ -103,7 +112,7 @@ def kernel_records(config: xj.ModelConfig) -> Records:
             )
         )
         for dtype in ("bfloat16", "int8") if not isinstance(shape, str) else ():
-            used = attempt(lambda of=(shape, dtype): xj.kernels_used(of[0], config, kv_dtype=of[1]))
+            used = attempt(lambda of=(shape, dtype): xj.kernels_used(of[0], config, cache_dtype=of[1]))
             records[f"kernels {name}, cache {dtype}"] = used
     return records
 

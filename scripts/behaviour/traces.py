@@ -105,7 +105,7 @@ class Trace:
         record = {f"step {i}": step for i, step in enumerate(self.steps)}
         for i, request in enumerate(self.requests):
             answers = [
-                {name: plain(getattr(answer, name)) for name in (*names, "alternatives", "routes")}
+                {name: plain(getattr(answer, name)) for name in (*names, "alternatives", "routed_experts")}
                 for answer in request.answers
             ]
             prompt = plain(request.prompt_logprobs)
@@ -120,16 +120,18 @@ def random_requests(trace: Trace, count: int, shape: dict, longest: int) -> None
     rng = random.Random(5)
     drawn = draw(rng, trace.engine.model.config.vocab_size, count, longest, shape)
     for one in drawn:
-        options = dataclasses.replace(one.options, max_new_tokens=min(40, one.options.max_new_tokens))
+        options = dataclasses.replace(one.options, max_tokens=min(40, one.options.max_tokens))
         request = trace.submit(one.ids, options, key=one.key, processed_logprobs=True, **one.more)
         trace.step(rng.choice((0, 1, 1)))
         if one.cancel:
             request.cancel()
     for client in "abc":
         ids = drawn[0].ids[:10] + [7] * 70
-        first = trace.submit(ids, xj.GenerateOptions(60, eos_token_ids=()), client=client, share_answers=True)
+        first = trace.submit(
+            ids, xj.GenerateOptions(max_tokens=60, eos_token_ids=()), client=client, share_answers=True
+        )
         trace.step(12)
-        trace.submit(ids + first.answers[0].tokens, xj.GenerateOptions(4), share_answers=True)
+        trace.submit(ids + first.answers[0].tokens, xj.GenerateOptions(max_tokens=4), share_answers=True)
 
 
 def scheduled(family: str, advance: Callable[[float], None], **settings: Any) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def held(advance: Callable[[float], None]) -> dict[str, Any]:
     for i, change in enumerate(changes):
         for grammar, processors in itertools.product(grammars, callers[i % 2 : i % 2 + 2]):
             options = xj.GenerateOptions(
-                24, SAMPLED, grammar=grammar, processors=processors, logprobs=i % 3,
+                max_tokens=24, sampling=SAMPLED, grammar=grammar, processors=processors, logprobs=i % 3,
                 taps=dict(up=0.1 * i) if i % 2 else None,
             )  # fmt: skip
             how = dict(adapter=next(names), key=jax.random.key(i), client=str(i % 2))
@@ -185,7 +187,9 @@ def lookup(advance: Callable[[float], None]) -> dict[str, Any]:
         sampling = SAMPLED if i % 2 else xj.SamplingConfig()
         grammar = xj.grammar.regex("(ab|cd)+ [a-z ]{90,99}") if i % 3 == 2 else None
         eos_token_ids = None if grammar else ()
-        options = xj.GenerateOptions(120, sampling, grammar=grammar, eos_token_ids=eos_token_ids)
+        options = xj.GenerateOptions(
+            max_tokens=120, sampling=sampling, grammar=grammar, eos_token_ids=eos_token_ids
+        )
         prompt = "Count: 1 2 3 4 5 1 2 3 4 5 1 2 3 " * (1 + i % 3)
         trace.submit(prompt, options, client=str(i % 4), key=jax.random.key(i))
         trace.step(i % 2)
@@ -197,7 +201,9 @@ def lookup(advance: Callable[[float], None]) -> dict[str, Any]:
 TRACES: dict[str, Callable[[Callable[[float], None]], dict[str, Any]]] = {
     "few pages": lambda advance: scheduled("qwen2", advance),
     "host pages": lambda advance: scheduled("gemma3", advance, host_pages=20, time_slice=0),
-    "int8 cache, routes": lambda advance: scheduled("qwen3_moe", advance, routes=True, cache_dtype="int8"),
+    "int8 cache, routes": lambda advance: scheduled(
+        "qwen3_moe", advance, routed_experts=True, cache_dtype="int8"
+    ),
     "recurrent states": lambda advance: scheduled("qwen3_5", advance),
     "held": held,
     "lookup": lookup,

@@ -26,7 +26,7 @@ def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
     random = np.random.RandomState(0)
     prompts = [random.randint(0, config.vocab_size, 26).tolist() for _ in range(8)]
     long_prompt = random.randint(0, config.vocab_size, 300).tolist()
-    options = xj.GenerateOptions(24, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=24, eos_token_ids=())
 
     @functools.cache
     def engine() -> xj.Engine:
@@ -38,7 +38,9 @@ def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
         stream_8=lambda: list(xj.stream(params, config, prompts, options)),
         generate=lambda: xj.generate(params, config, prompts[:1], options),
         generate_8=lambda: xj.generate(params, config, prompts, options),
-        prompt=lambda: xj.generate(params, config, [long_prompt], xj.GenerateOptions(1, eos_token_ids=())),
+        prompt=lambda: xj.generate(
+            params, config, [long_prompt], xj.GenerateOptions(max_tokens=1, eos_token_ids=())
+        ),
         engine_8=lambda: engine().generate(prompts * 2, [options] * 16),
     )
 

@@ -36,7 +36,9 @@ def main(argv):
     config = model.config
     prompts = [model.tokenizer.encode(text) for text in PROMPTS for _ in range(SAMPLES)]
     has_stop_V = np.array(["." in model.tokenizer.decode([i]) for i in range(config.vocab_size)])
-    options = xj.GenerateOptions(TOKENS, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    options = xj.GenerateOptions(
+        max_tokens=TOKENS, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=()
+    )
     T = max(map(len, prompts)) + TOKENS
     adapter = xj.lora.init_adapter(config, jax.random.key(1), rank=8)
     state = OPTIMIZER.init(adapter)
@@ -73,7 +75,7 @@ def main(argv):
             for row, (ids, out) in enumerate(zip(prompts, outs, strict=True)):
                 both = [*ids, *out.tokens_T]
                 tokens_BT[row, : len(both)] = both
-                sampled_BT[row, len(ids) - 1 : len(both) - 1] = out.processed_T
+                sampled_BT[row, len(ids) - 1 : len(both) - 1] = out.processed_logprobs_T
             num_tokens_B = np.array([len(ids) + TOKENS for ids in prompts])
             reward_B = np.array([min(MOST, has_stop_V[out.tokens_T].sum()) for out in outs], np.float32)
             given = tokens_BT, num_tokens_B, sampled_BT, reward_B

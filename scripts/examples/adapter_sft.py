@@ -40,7 +40,7 @@ def main(argv):
         row[: len(ids)] = ids
     starts_B = np.array([*map(len, prompts)])
     mask_BT = ((place_BT >= starts_B[:, None]) & (place_BT < num_tokens_B[:, None]))[:, 1:]
-    options = xj.GenerateOptions(max_new_tokens=24)
+    options = xj.GenerateOptions(max_tokens=24)
     adapter = xj.lora.init_adapter(model.config, jax.random.key(0), rank=8)
     optimizer = optax.adam(1e-2)
     state = optimizer.init(adapter)

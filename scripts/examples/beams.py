@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     sampled = dataclasses.replace(others, temperature=2.0)
     for name, sampling in (("search", others), ("sampling", sampled)):
         out = xj.beam_search(
-            params, config, prompt, num_beams=4, max_new_tokens=16, sampling=sampling, key=jax.random.key(0)
+            params, config, prompt, num_beams=4, max_tokens=16, sampling=sampling, key=jax.random.key(0)
         )
         print(f"beam {name}:")
         for score, ids in zip(out.scores, out.sequences, strict=True):

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     config = model.config
     tok = model.tokenizer
     prompt = xj.encode_prompt(model, "What is the capital of Spain?")
-    options = xj.GenerateOptions(max_new_tokens=24, sampling=xj.SamplingConfig(temperature=1.5), n=8)
+    options = xj.GenerateOptions(max_tokens=24, sampling=xj.SamplingConfig(temperature=1.5), n=8)
     out = xj.generate(params, config, [prompt], options, key=jax.random.key(0))
     candidates = [ids for ids in out.tokens if ids]
     scores = xj.score_completions(params, config, [prompt] * len(candidates), candidates)

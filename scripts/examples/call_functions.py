@@ -57,7 +57,9 @@ def main(argv: list[str]) -> None:
     messages = [dict(role="user", content=QUESTION)]
     for grammar in grammars:
         ids = xj.encode_prompt(model, messages, tools=TOOLS)
-        out = xj.generate(model.params, model.config, [ids], xj.GenerateOptions(100, grammar=grammar))
+        out = xj.generate(
+            model.params, model.config, [ids], xj.GenerateOptions(max_tokens=100, grammar=grammar)
+        )
         answer = xj.tools.parse_tool_calls(model.tokenizer.decode(out.tokens[0]), TOOLS)
         messages.append(answer.to_message())
         if not answer.tool_calls:

@@ -45,7 +45,7 @@ def make_programs(config, has_stop_V, samples, most_tokens):
     @jax.jit
     def rollout(params, prompt_BT, num_tokens_B, key):
         (B, T) = prompt_BT.shape
-        cache = xj.init_cache(config, batch=B, capacity=T + most_tokens)
+        cache = xj.init_cache(config, rows=B, capacity=T + most_tokens)
         logits_BV, cache = xj.prefill(params, config, prompt_BT, num_tokens_B, cache)
         logits_RV, prompt_RT, num_tokens_R = (
             jnp.repeat(x, samples, 0) for x in (logits_BV, prompt_BT, num_tokens_B)

@@ -49,7 +49,9 @@ def play(engine, prompt, key):
     tokenizer = engine.model.tokenizer
     full_stop = tokenizer.encode("a.")[-1]
     sampling = xj.SamplingConfig(temperature=1.0)
-    options = xj.GenerateOptions(TOKENS, sampling, stop_token_ids=(full_stop,), logprobs=1)
+    options = xj.GenerateOptions(
+        max_tokens=TOKENS, sampling=sampling, stop_token_ids=(full_stop,), logprobs=1
+    )
     ids = tokenizer.encode(prompt)
     logprobs = [0.0] * len(ids)
     versions = []

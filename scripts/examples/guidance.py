@@ -98,7 +98,7 @@ def main(argv):
     def decode(temperature=0.0, **how):
         cache = xj.init_cache(config, len(ids), 32)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
-        settings = jax.random.key(0), xj.SamplingConfig(temperature), eos_ids, 16
+        settings = jax.random.key(0), xj.SamplingConfig(temperature=temperature), eos_ids, 16
         done = xj.decode_loop(params, config, logits_BV, cache, *settings, history_BS=history_BS, **how)
         return words(done.tokens_BT)
 

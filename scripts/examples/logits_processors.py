@@ -122,7 +122,12 @@ def main(argv):
         history_BS[0, : len(ids)] = ids
         prompt = np.array([ids]), np.array([len(ids)])
         logits_BV, cache = xj.prefill(model.params, model.config, *prompt, cache)
-        settings = jax.random.key(0), xj.SamplingConfig(1.0), np.array(model.config.eos_token_ids), 48
+        settings = (
+            jax.random.key(0),
+            xj.SamplingConfig(temperature=1.0),
+            np.array(model.config.eos_token_ids),
+            48,
+        )
         how = dict(history_BS=history_BS, processors=[processor])
         done = xj.decode_loop(model.params, model.config, logits_BV, cache, *settings, **how)
         tokens = np.asarray(done.tokens_BT)[0, : done.length_B[0]].tolist()

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     def answers(tokens_BT, row_key_B, temperature_B):
         """Tokens [B, 16], and the number of tokens of each row."""
         B, T = tokens_BT.shape
-        cache = xj.init_cache(config, batch=B, capacity=64)
+        cache = xj.init_cache(config, rows=B, capacity=64)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, jnp.full(B, T), cache)
         sampling = xj.SamplingConfig(temperature=temperature_B)
         result = xj.decode_loop(params, config, logits_BV, cache, row_key_B, sampling, eos_ids, 16)

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     tokens_BT = np.array([[3, 1, 4, 1, 5, 9, 2, 6]], np.int32)
     gradient = jax.grad(lambda params: -xj.score(params, config, tokens_BT).mean())(params)
     print("norm of the gradient:", float(np.linalg.norm(gradient["layers"][0]["up"]["weight"])))
-    options = xj.GenerateOptions(8, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
     answer = xj.generate(params, config, tokens_BT, options)
     print("tokens:", *answer.tokens[0])
     again = xj.params.params_from_tensors(config, {name: np.asarray(x) for name, x in tensors.items()})

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         return xj.encode_prompt(model, question, system=SYSTEM)
 
     # The capacity must suffice for the later calls, because a prefix keeps its capacity.
-    options = xj.GenerateOptions(max_new_tokens=16, capacity=128, keep_prefix=True)
+    options = xj.GenerateOptions(max_tokens=16, capacity=128, keep_prefix=True)
     first = xj.generate(params, config, [prompt("What is the capital of France?")], options)
     print(f"prefilled {first.stats.prompt_tokens} tokens: {tok.decode(first.tokens[0])!r}")
     with tempfile.TemporaryDirectory() as folder:

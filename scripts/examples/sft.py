@@ -84,9 +84,7 @@ def main(argv):
 
         xj.save_model(params, model.config, Path(folder) / "tuned", tokenizer=model.tokenizer)
         tuned = xj.load_model(Path(folder) / "tuned")
-        for text in xj.generate_text(
-            tuned, [*map(question, CAPITALS)], xj.GenerateOptions(max_new_tokens=24)
-        ):
+        for text in xj.generate_text(tuned, [*map(question, CAPITALS)], xj.GenerateOptions(max_tokens=24)):
             print(text)
 
 

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
     model = xj.load_model()
     prompt = model.tokenizer.encode("The capital of Spain is Madrid. ")
     sampling = xj.SamplingConfig(temperature=0.7)
-    options = xj.GenerateOptions(max_new_tokens=32, sampling=sampling, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=32, sampling=sampling, eos_token_ids=())
     speculative = dataclasses.replace(options, draft="lookup", draft_tokens=2)
     plain, drafted = (
         xj.generate(model.params, model.config, [prompt], options, key=jax.random.key(0))

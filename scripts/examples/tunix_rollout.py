@@ -61,8 +61,8 @@ class EngineRollout(BaseRollout):
         top = rollout_config.top_k or 0
         sampling = dict(temperature=rollout_config.temperature, top_p=rollout_config.top_p or 1.0)
         options = xj.GenerateOptions(
-            rollout_config.max_tokens_to_generate,
-            xj.SamplingConfig(**sampling, top_k=max(top, 0)),
+            max_tokens=rollout_config.max_tokens_to_generate,
+            sampling=xj.SamplingConfig(**sampling, top_k=max(top, 0)),
             eos_token_ids=rollout_config.eos_tokens,
             logprobs=1,
         )

@@ -105,14 +105,14 @@ def bundled(plan: SimpleNamespace) -> Iterator[Case]:
     kernels = "xla" if plan.tiny else None  # emulated, this model would take minutes
 
     def text(impl: str | None) -> dict[str, Any]:
-        answer = xj.generate_text(model(), QUESTION, xj.GenerateOptions(16, impl=impl))
+        answer = xj.generate_text(model(), QUESTION, xj.GenerateOptions(max_tokens=16, impl=impl))
         return {"text": answer, "ok": ANSWER in str(answer)}
 
     def text_of_engine(cache_dtype: str) -> dict[str, Any]:
         messages = [dict(role="user", content=QUESTION)]
         shape = dict(rows=2, capacity=128, cache_dtype=cache_dtype, impl=kernels)
         with xj.Engine(model(), **shape) as engine:
-            (out,) = engine.generate([messages], [xj.GenerateOptions(16)])
+            (out,) = engine.generate([messages], [xj.GenerateOptions(max_tokens=16)])
         answer = model().tokenizer.decode(out.tokens[0])
         return {"text": answer, "ok": ANSWER in answer}
 

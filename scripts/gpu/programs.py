@@ -112,8 +112,8 @@ def _run(job: ProgramJob, program: str) -> None:
 def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
     prompt = [0] * (job.length if program == "prefill" else job.length - 1)
     options = GenerateOptions(
-        job.capacity - len(prompt),
-        SAMPLED if program == "sampled" else SamplingConfig(),
+        max_tokens=job.capacity - len(prompt),
+        sampling=SAMPLED if program == "sampled" else SamplingConfig(),
         eos_token_ids=(),
         capacity=job.capacity,
         cache_dtype=job.cache_dtype,

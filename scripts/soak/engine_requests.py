@@ -44,7 +44,7 @@ _SETTINGS: tuple[dict, ...] = (
     dict(temperature=0.7, min_p=0.1, frequency_penalty=0.5, presence_penalty=0.2),
     dict(temperature=1.2, typical_p=0.8),
     dict(no_repeat_ngram_size=3),
-    dict(min_new_tokens=5),
+    dict(min_tokens=5),
     dict(allowed_token_ids=[5, 6, 7, 8, 9]),
     dict(temperature=1.0, logit_bias={7: 3.0, 8: -5.0}),
     dict(temperature=1.0, bad_words_ids=[[5], [6, 7], [8, 8, 8]]),
@@ -119,8 +119,8 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
             ids = (rng.choice(common)[: rng.choice((64, 128, 300))] + ids)[:longest]
         new = min(rng.choice((1, 2, 9, 40, 150)), limit - len(ids))
         options = xj.GenerateOptions(
-            max(1, new),
-            xj.SamplingConfig(**rng.choice(_SETTINGS)),
+            max_tokens=max(1, new),
+            sampling=xj.SamplingConfig(**rng.choice(_SETTINGS)),
             eos_token_ids=rng.choice((None, None, (), (7, 11))),
             stop_token_ids=rng.choice(((), (), (13,))),
             logprobs=rng.choice((0, 0, 0, 4)),
@@ -136,7 +136,7 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
         return RandomRequest(ids, options, jax.random.key(rng.randrange(99)), more, rng.random() < 0.03)
 
     requests = [draw_request() for _ in range(count)]
-    return [r for r in requests if len(r.ids) + r.options.max_new_tokens <= limit]
+    return [r for r in requests if len(r.ids) + r.options.max_tokens <= limit]
 
 
 def check(

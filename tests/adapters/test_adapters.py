@@ -88,7 +88,7 @@ def test_merged_split_stacked_and_generated():
     np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
     np.testing.assert_allclose(logits(xj.params.stack_layers(adapted, CONFIG)), logits(adapted), atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, xj.lora.split_adapter(adapted), (PARAMS, adapter))
-    call = xj.GenerateOptions(6, eos_token_ids=())
+    call = xj.GenerateOptions(max_tokens=6, eos_token_ids=())
     tokens = [xj.generate(params, CONFIG, [[5, 6, 7]], call).tokens for params in (adapted, merged)]
     assert tokens[0] == tokens[1]
 
@@ -128,7 +128,9 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         if "lm_head" in targets:
             with pytest.raises(xj.InputError, match="another matrix than the embedding"):
                 xj.save_model(merged, CONFIG, tmp_path / "m")
-        (tokens,) = xj.generate(adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(6, eos_token_ids=())).tokens
+        (tokens,) = xj.generate(
+            adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(max_tokens=6, eos_token_ids=())
+        ).tokens
         text = np.array([[5, 6, 7, *tokens, 0, 0, 0]] * 3, np.int32)
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
 

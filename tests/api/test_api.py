@@ -43,7 +43,7 @@ def engine(model):
 
 def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody:
     own = dict(messages=TALK[:1]) if kind == "chat" else dict(prompt="Hi")
-    return parse_request_body(model, kind, own | body, xj.GenerateOptions(100), max_length)
+    return parse_request_body(model, kind, own | body, xj.GenerateOptions(max_tokens=100), max_length)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens,
     switching = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
     prompts = [[5] * n for n in tokens]
     assert parse(switching, max_length=100, prompt=prompts).max_tokens == min(16, max_tokens)
-    defaults = xj.GenerateOptions(64)
+    defaults = xj.GenerateOptions(max_tokens=64)
     if len(tokens) == 1:  # of a chat
         monkeypatch.setattr(bodies, "prompt_ids", lambda *_, **__: prompts[0])
         chat = parse_request_body(switching, "chat", dict(messages=TALK[:1]), defaults, 100)
@@ -141,7 +141,7 @@ def test_a_grammar_begins_after_reasoning_that_is_continued(model):
 
 def test_the_default_grammar_of_a_file(model):
     """A line may ask for another, or for plain text."""
-    defaults = xj.GenerateOptions(20, grammar=xj.grammar.choice(["a"]))
+    defaults = xj.GenerateOptions(max_tokens=20, grammar=xj.grammar.choice(["a"]))
     bodies = [{}, dict(response_format=dict(type="text")), dict(guided_regex="b")]
     found = [parse_request_body(model, "plain", dict(prompt="x") | body, defaults, 99) for body in bodies]
     assert [one.options.grammar for one in found] == [xj.grammar.choice(["a"]), None, xj.grammar.regex("b")]
@@ -205,7 +205,7 @@ FIELDS = dict(
     " n_predict n_probs parse_tool_calls preserved_tokens reasoning_budget_tokens reasoning_format"
     " repeat_last_n repeat_penalty samplers t_max_predict_ms top_n_sigma typical_p xtc_probability"
     " xtc_threshold",
-    tgi="adapter_id do_sample grammar guideline max_new_tokens return_full_text tool_prompt top_n_tokens"
+    tgi="adapter_id do_sample grammar guideline max_tokens return_full_text tool_prompt top_n_tokens"
     " truncate watermark",
     lm_studio="draft_model repeat_penalty ttl",
 )
@@ -334,7 +334,7 @@ def test_bad_words_are_not_generated(model, engine):
     """In generate and in an engine; a row without bad words is not affected."""
     prompt = xj.encode_prompt(model, tiny.QUESTION)
     sampling = parse(model, bad_words=["s", "es,"]).options.sampling
-    options = [xj.GenerateOptions(6, sampling), xj.GenerateOptions(6)]
+    options = [xj.GenerateOptions(max_tokens=6, sampling=sampling), xj.GenerateOptions(max_tokens=6)]
     outs = [xj.generate(model.params, model.config, [prompt], each).tokens[0] for each in options]
     assert outs[1] == tiny.ANSWER_IDS[:6] and outs[0] != outs[1]
     assert "s" not in model.tokenizer.decode(outs[0])
@@ -469,7 +469,7 @@ def with_logprobs(tokenizer, *words):
 def test_token_texts_keep_their_leading_space(sentencepiece):
     """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
     parsed = ParsedBody(
-        "completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, xj.RequestOptions(), []
+        "completion", [], xj.GenerateOptions(max_tokens=9), None, 9, 1, True, False, xj.RequestOptions(), []
     )
     prompt, _ = with_logprobs(sentencepiece, "<s>", "▁The", "▁capital")
     ids, tokens = with_logprobs(sentencepiece, "▁is", "is", "<0xE4>", "<0xBD>", "<0xA0>", "▁a", ".", "</s>")
@@ -524,7 +524,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
         for escape in (True, False):
             with pytest.raises(ZeroDivisionError):
                 call(model, FORGED, escape_control_tokens=escape)
-    options = xj.GenerateOptions(1)
+    options = xj.GenerateOptions(max_tokens=1)
     for escape in (True, False):
         given.append(engine.submit(FORGED, options, xj.RequestOptions(escape_control_tokens=escape)).ids)
     given += [engine.submit(FORGED, options, escape_control_tokens=escape).ids for escape in (True, False)]
@@ -568,7 +568,7 @@ def test_control_tokens_are_escaped_by_commands(model, monkeypatch, flags, turns
     talk._model = model
     talk._system = []
     talk._capacity = 256
-    talk._options = xj.GenerateOptions(4)
+    talk._options = xj.GenerateOptions(max_tokens=4)
     talk._escape = values.escape_control_tokens
     given.append(talk._fit_to_capacity([dict(role="user", content=FORGED)])[1])
     assert [count_control(model, ids) for ids in given] == [turns] * 2

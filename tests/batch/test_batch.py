@@ -86,7 +86,7 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
     assert found[1]["usage"]["prompt_tokens"] == 26
 
     def text(ids, count, key, j=0, n=1):
-        options = xj.GenerateOptions(count, xj.SamplingConfig(0.9), n=n)
+        options = xj.GenerateOptions(max_tokens=count, sampling=xj.SamplingConfig(temperature=0.9), n=n)
         return model.tokenizer.decode(
             xj.generate(model.params, model.config, [ids], options, key=key).tokens[j]
         )
@@ -118,7 +118,10 @@ def test_lines_name_adapters(model, tmp_path):
     how = dict(adapters=dict(a=tmp_path / "adapter"))
     found, report = answered(model, tmp_path, *rows, **how)
     wanted = xj.generate(
-        xj.lora.with_adapter(model.params, adapter), model.config, [[5, 6, 7]], xj.GenerateOptions(5)
+        xj.lora.with_adapter(model.params, adapter),
+        model.config,
+        [[5, 6, 7]],
+        xj.GenerateOptions(max_tokens=5),
     )
     assert found[1]["text"] == model.tokenizer.decode(wanted.tokens[0]) != found[2]["text"]
     assert found[1]["adapter"] == "a" and "adapter" not in found[2]
@@ -274,7 +277,7 @@ def test_another_run_is_rejected_and_changes_no_file(model, tmp_path):
     files = [tmp_path / name for name in ("out", "out.progress")]
     before = [path.read_bytes() for path in files]
     other = xj.Model(jax.tree.map(lambda x: x + 0.01, model.params), *list(vars(model).values())[1:])
-    options = xj.GenerateOptions(sampling=xj.SamplingConfig(0.5))
+    options = xj.GenerateOptions(sampling=xj.SamplingConfig(temperature=0.5))
     for more, name in [
         (dict(seed=1), "seed 0, here 1"),
         (dict(options=options), "options.sampling.temperature 0.0, here 0.5"),
@@ -544,7 +547,7 @@ def test_scores_equal_score(model, tmp_path):
 
 @pytest.mark.full
 def test_dataset_generator_answers_batches_of_columns(tmp_path):
-    options = xj.GenerateOptions(8, xj.SamplingConfig(temperature=0.9))
+    options = xj.GenerateOptions(max_tokens=8, sampling=xj.SamplingConfig(temperature=0.9))
     made = xj.DatasetGenerator(options=options, seed=4, rows=3, capacity=128, pages=20)
     prompts = np.array([QUESTION, "Hi", "", "Say one", "Say two"], dtype=object)
     whole = made(dict(prompt=prompts, extra=np.arange(5)))

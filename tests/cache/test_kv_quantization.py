@@ -156,7 +156,9 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
     """
     params, config = small_model
     ids = np.random.RandomState(0).randint(0, 200, 700).tolist()
-    options = xj.GenerateOptions(1, cache_dtype="gear", capacity=1024, logits=True, eos_token_ids=())
+    options = xj.GenerateOptions(
+        max_tokens=1, cache_dtype="gear", capacity=1024, logits=True, eos_token_ids=()
+    )
     found = []
     for rows, chunk in ((1, 2048), (8, 512)):
         prompts = [ids, *[ids[:5]] * (rows - 1)]
@@ -179,8 +181,7 @@ def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, 
 
     def run(prompts, **given):
         options = xj.GenerateOptions(
-            **dict(max_new_tokens=8, sampling=settings, eos_token_ids=(), cache_dtype=dtype, capacity=64)
-            | given
+            **dict(max_tokens=8, sampling=settings, eos_token_ids=(), cache_dtype=dtype, capacity=64) | given
         )
         return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
@@ -251,7 +252,7 @@ def test_draft_tokens_beyond_the_end_do_not_change_dynamic_frequencies(small_mod
     """Up to the original maximum: the last passes verify more draft tokens than there are free slots."""
     params, config = small_model
     config = dataclasses.replace(config, rope=dynamic(config), max_position_embeddings=32)
-    options = dict(max_new_tokens=12, eos_token_ids=(), logits=True)
+    options = dict(max_tokens=12, eos_token_ids=(), logits=True)
     plain, guessed = (
         xj.generate(params, config, [list(range(20))], xj.GenerateOptions(**options, **draft))
         for draft in ({}, dict(draft="lookup", draft_tokens=8))
@@ -263,7 +264,9 @@ def test_draft_tokens_beyond_the_end_do_not_change_dynamic_frequencies(small_mod
 def test_unknown_cache_dtypes_raise(model):
     for dtype, named in (("int3", "int3"), ("float64", "float64")):
         with pytest.raises(xj.InputError, match=named):
-            xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(4, cache_dtype=dtype))
+            xj.generate(
+                model.params, model.config, PROMPTS, xj.GenerateOptions(max_tokens=4, cache_dtype=dtype)
+            )
 
 
 @pytest.mark.full
@@ -273,7 +276,7 @@ def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
     params = random_params(wide)
     named = "'gear' .* head_dim 320 exceeds 256: use 'int8' or 'int4'"
     with pytest.raises(xj.InputError, match=named):
-        xj.generate(params, wide, PROMPTS, xj.GenerateOptions(4, cache_dtype="gear"))
+        xj.generate(params, wide, PROMPTS, xj.GenerateOptions(max_tokens=4, cache_dtype="gear"))
     with pytest.raises(xj.InputError, match=named):
         xj.beam_search(params, wide, PROMPTS, cache_dtype="gear")
     with pytest.raises(xj.InputError, match=named):

@@ -23,7 +23,7 @@ def model():
 
 def run(model, prompts, **given) -> xj.types.GenerateOutput:
     options = xj.GenerateOptions(
-        **dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8), eos_token_ids=()) | given
+        **dict(max_tokens=8, sampling=xj.SamplingConfig(temperature=0.8), eos_token_ids=()) | given
     )
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
@@ -91,7 +91,7 @@ def test_options_that_do_not_fit_the_prefix_raise(model):
     for prompts, given, named in (
         (FIRST[:1], {}, "1 prompts for a prefix of 2 rows"),
         (FIRST, dict(capacity=64), "capacity=64, but the prefix has a cache of 32"),
-        (FIRST, dict(max_new_tokens=30), "exceeds the capacity of the prefix 32"),
+        (FIRST, dict(max_tokens=30), "exceeds the capacity of the prefix 32"),
         (FIRST, dict(use_cache=False), "prefix needs the cache"),
     ):
         with pytest.raises(xj.InputError, match=named):

@@ -78,7 +78,7 @@ def test_a_changed_model_is_rejected_in_memory_and_in_files(model, saved):
         ("prefix", "prefix must be the out.prefix of an earlier call"),
     ):
         with pytest.raises(xj.InputError, match=named):
-            xj.generate(other, config, prompts, xj.GenerateOptions(4, prefix=prefix))
+            xj.generate(other, config, prompts, xj.GenerateOptions(max_tokens=4, prefix=prefix))
     with pytest.raises(xj.InputError, match="computed by another model"):
         xj.save_prefix(other, config, loaded, saved.with_name("other"))
 
@@ -108,7 +108,7 @@ def test_every_cache_dtype_is_saved_exactly(model, dtype, tmp_path):
 def test_cache_dtype_may_name_the_dtype_of_the_prefix_in_any_form(model, saved):
     loaded = xj.load_prefix(*model, saved)
     for dtype in (jnp.float32, np.dtype("float32"), "float32"):
-        options = xj.GenerateOptions(4, prefix=loaded, cache_dtype=dtype)
+        options = xj.GenerateOptions(max_tokens=4, prefix=loaded, cache_dtype=dtype)
         xj.stream(*model, TOKENS, options)  # checks the arguments
 
 
@@ -126,14 +126,14 @@ def switching():
 def test_a_prefix_with_other_longrope_factors_is_prefilled_again(switching, tmp_path):
     """27 tokens with the short factors, before a prompt that needs the long ones."""
     prompt = np.random.RandomState(0).randint(3, cases.VOCAB, 58).tolist()
-    options = xj.GenerateOptions(1, capacity=64, keep_prefix=True)
+    options = xj.GenerateOptions(max_tokens=1, capacity=64, keep_prefix=True)
     short = xj.generate(*switching, [prompt[:27]], options).prefix
     fresh = xj.generate(*switching, [prompt], options)
     xj.save_prefix(*switching, short, tmp_path / "prefix")
     loaded = xj.load_prefix(*switching, tmp_path / "prefix")
     assert short.factors == loaded.factors == switching[1].rope.short_factor
     for prefix, reused in ((short, 0), (loaded, 0), (fresh.prefix, 57)):
-        again = xj.generate(*switching, [prompt], xj.GenerateOptions(1, prefix=prefix))
+        again = xj.generate(*switching, [prompt], xj.GenerateOptions(max_tokens=1, prefix=prefix))
         assert (again.tokens, again.stats.reused_tokens) == (fresh.tokens, reused)
         np.testing.assert_allclose(again.logprobs, fresh.logprobs, atol=1e-5)
     with pytest.raises(xj.InputError, match="which longrope factors"):
@@ -147,7 +147,7 @@ def test_a_draft_model_uses_the_factors_of_the_longest_sequence(switching):
     """
     params, config = switching
     prompt = [np.random.RandomState(1).randint(3, cases.VOCAB, 30).tolist()]
-    options = xj.GenerateOptions(5, draft=xj.Model(params, config), draft_tokens=1)
+    options = xj.GenerateOptions(max_tokens=5, draft=xj.Model(params, config), draft_tokens=1)
     out = xj.generate(params, with_fixed_rope(config, 33, 33), prompt, options)
     assert out.stats.passes == [2] and out.stats.acceptance == [1.0]
 
@@ -160,7 +160,7 @@ def test_the_draft_cache_ends_where_its_frequencies_would_change(switching):
     rope = dataclasses.replace(config.rope, rope_type="dynamic", factor=2.0)
     draft = xj.Model(params, dataclasses.replace(config, rope=rope, max_position_embeddings=46))
     prompt = [np.random.RandomState(1).randint(3, cases.VOCAB, 30).tolist()]
-    assert next(xj.stream(params, config, prompt, xj.GenerateOptions(16, draft=draft)))
+    assert next(xj.stream(params, config, prompt, xj.GenerateOptions(max_tokens=16, draft=draft)))
 
 
 # --- files --------------------------------------------------------------------------------------------------

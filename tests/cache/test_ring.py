@@ -107,7 +107,7 @@ def test_too_many_tokens_in_one_call_raise(model, rows_and_logits):
 def test_generate_beyond_the_ring(model):
     """With draft tokens: the most probable tokens of the logits without a cache."""
     prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
-    options = xj.GenerateOptions(10, eos_token_ids=(), capacity=CAPACITY, draft="lookup")
+    options = xj.GenerateOptions(max_tokens=10, eos_token_ids=(), capacity=CAPACITY, draft="lookup")
     out = xj.generate(*model, prompts, options)
     rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     tokens_BT, num_tokens_B = parity_cases.pad_prompts(rows)
@@ -124,7 +124,7 @@ def test_generate_beyond_the_ring(model):
 @pytest.mark.full
 def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logits, tmp_path):
     prompt = rows_and_logits[0][0].tolist()
-    options = xj.GenerateOptions(4, capacity=CAPACITY, keep_prefix=True)
+    options = xj.GenerateOptions(max_tokens=4, capacity=CAPACITY, keep_prefix=True)
     first = xj.generate(*model, [prompt], options).prefix
     xj.save_prefix(*model, first, tmp_path / "cache")
     loaded = xj.load_prefix(*model, tmp_path / "cache")

@@ -136,7 +136,7 @@ def model():
 
 
 def sampled(model, prompts, **options):
-    options = xj.GenerateOptions(6, xj.SamplingConfig(0.7), **options)
+    options = xj.GenerateOptions(max_tokens=6, sampling=xj.SamplingConfig(temperature=0.7), **options)
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(5))
 
 
@@ -174,7 +174,9 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
         assert isinstance(engine.core.device.pools[0][0], SideBySideKV)
 
         def submit(i):
-            options = xj.GenerateOptions(100, xj.SamplingConfig(0.8 * (i % 2)), eos_token_ids=())
+            options = xj.GenerateOptions(
+                max_tokens=100, sampling=xj.SamplingConfig(temperature=0.8 * (i % 2)), eos_token_ids=()
+            )
             return engine.submit([3 + i] * (40 + 30 * i), options, key=jax.random.key(i), salt=f"{i}")
 
         alone = [submit(i).result() for i in range(3)]

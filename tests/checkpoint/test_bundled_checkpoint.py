@@ -52,7 +52,7 @@ def prompts(model) -> dict:
 @pytest.fixture(scope="module")
 def answers(model, prompts) -> dict:
     """The generated ids of each prompt, in one batch, without the EOS id; None: it did not end with EOS."""
-    options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=model.tokenizer.eos_token_ids)
+    options = xj.GenerateOptions(max_tokens=32, eos_token_ids=model.tokenizer.eos_token_ids)
     out = xj.generate(model.params, model.config, list(prompts.values()), options)
     rows = zip(prompts, out.tokens, out.finish_reason, strict=True)
     return {key: ids if reason == "eos" else None for key, ids, reason in rows}
@@ -166,6 +166,6 @@ def test_transformers_gives_the_same_ids(model, prompts, answers):
     prompt = prompts[FIRST[0]]
     answer = answers[FIRST[0]]
     new = hf.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_tokens=32
     )
     assert new[0, len(prompt) :].tolist() == [*answer, eos]

@@ -68,7 +68,7 @@ def test_experts_stay_and_parts_that_blocks_cross_become_floats(tmp_path, name):
     experts = [leaf for leaf in leaves_of(model.params) if len(leaf.shape) > 2 and is_quantized(leaf)]
     assert experts
     tokens = [[1, 2, 3]]
-    xj.generate(model.params, model.config, tokens, xj.GenerateOptions(2))
+    xj.generate(model.params, model.config, tokens, xj.GenerateOptions(max_tokens=2))
 
 
 def test_what_cannot_stay(tmp_path):

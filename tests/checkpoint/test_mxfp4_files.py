@@ -19,7 +19,7 @@ from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 
 pytestmark = pytest.mark.oldest
 
-OPTIONS = xj.GenerateOptions(8, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
 
 
 def checkpoint(path, settings=HF, **changed):

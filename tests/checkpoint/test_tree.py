@@ -145,7 +145,7 @@ def test_a_model_of_ones_own_arrays():
     config, _, params = published("qwen2-gqa-tied-old")
     model = xj.Model(params, config)
     assert repr(model).endswith("in float32, 0.2 MiB, vocabulary 96, context 1024, no tokenizer)")
-    asked = xj.GenerateOptions(4, eos_token_ids=())
+    asked = xj.GenerateOptions(max_tokens=4, eos_token_ids=())
     assert len(xj.generate(model.params, model.config, [[1, 2]], asked).tokens[0]) == 4
     with pytest.raises(xj.InputError, match="this model has no tokenizer .*, and text needs one"):
         xj.generate_text(model, "hi", asked)

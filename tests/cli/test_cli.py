@@ -114,8 +114,8 @@ def test_beam_search_flags(command, ask, good):
     flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
     answer = ask(*flags)
     model = xj.load_model(good)
-    options = dict(num_beams=3, length_penalty=0.5, early_stopping="never", max_new_tokens=16)
-    options |= dict(sampling=xj.SamplingConfig(min_new_tokens=2))
+    options = dict(num_beams=3, length_penalty=0.5, early_stopping="never", max_tokens=16)
+    options |= dict(sampling=xj.SamplingConfig(min_tokens=2))
     wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), **options)
     found = answer["sequences"]
     assert [row["tokens"] for row in found] == wanted.sequences and found[0]["text"] == ANSWER

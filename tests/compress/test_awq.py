@@ -176,7 +176,9 @@ def test_loss_of_a_trained_model():
     loses almost nothing; int4 with AWQ at most 5 %, and less than rounded to nearest.
     """
     model = xj.load_model(STORIES, dtype="float32")
-    options = xj.GenerateOptions(127, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    options = xj.GenerateOptions(
+        max_tokens=127, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=()
+    )
     out = xj.generate(model.params, model.config, [[1]] * 40, options, key=jax.random.key(0))
     rows = [[1, *ids] for ids in out.tokens]
     calibration, tokens_BT = rows[:24], np.array(rows[24:], np.int32)

@@ -39,13 +39,13 @@ def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
     rng = random.Random(5)
     shape = dict(capacity=512, pages=engine.pages)
     asked = engine_requests.draw(rng, model.config.vocab_size, 300, 60, shape)
-    short = [dataclasses.replace(a.options, max_new_tokens=min(a.options.max_new_tokens, 6)) for a in asked]
+    short = [dataclasses.replace(a.options, max_tokens=min(a.options.max_tokens, 6)) for a in asked]
     key = jax.random.key(0)
     with compiling.events() as seen:
         requests = [engine.submit(a.ids, o, key=a.key, **a.more) for a, o in zip(asked, short, strict=True)]
         for request in requests:
             engine_requests.outcome(request)
-        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=key)
+        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(max_tokens=2), key=key)
     assert seen == []
     stats = engine.stats
     assert stats.warming_up == stats.waiting_for_programs == 0 and stats.programs > 10
@@ -57,7 +57,7 @@ def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
 def test_generate_of_the_engine_equals_generate(engine, model):
     prompts = ["What is the capital of France?", [{"role": "user", "content": "Hello"}], list(range(40, 60))]
     ids = [p if isinstance(p[0], int) else xj.encode_prompt(model, p) for p in prompts]
-    options = xj.GenerateOptions(12, xj.SamplingConfig(temperature=0.8))
+    options = xj.GenerateOptions(max_tokens=12, sampling=xj.SamplingConfig(temperature=0.8))
     key = jax.random.key(4)
     outs = engine.generate(prompts, options, key=key)
     together = xj.generate(model.params, model.config, ids, options, key=key)
@@ -71,7 +71,7 @@ def test_generate_of_the_engine_equals_generate(engine, model):
 
 
 def test_text_is_streamed_up_to_a_stop_string(engine, model):
-    asked = "What is the capital of France?", xj.GenerateOptions(20)
+    asked = "What is the capital of France?", xj.GenerateOptions(max_tokens=20)
     text = xj.generate_text(model, *asked)
     assert "".join(engine.submit(*asked).text()) == text
 
@@ -80,7 +80,7 @@ def test_text_is_streamed_up_to_a_stop_string(engine, model):
 
     assert asyncio.run(read()) == text
     stops = [text[-9:-5], text[9:13]]
-    request = engine.submit(asked[0], xj.GenerateOptions(20, stop_strings=stops))
+    request = engine.submit(asked[0], xj.GenerateOptions(max_tokens=20, stop_strings=stops))
     assert "".join(request.text()) == text[: min(map(text.index, stops))]
     assert request.result().finish_reason == ["stop"]
 
@@ -88,7 +88,7 @@ def test_text_is_streamed_up_to_a_stop_string(engine, model):
 def test_n_and_best_of(engine, model):
     ids = xj.encode_prompt(model, "Tell me about France.")
     key = jax.random.key(1)
-    options = xj.GenerateOptions(9, xj.SamplingConfig(temperature=1.0), n=2, best_of=3)
+    options = xj.GenerateOptions(max_tokens=9, sampling=xj.SamplingConfig(temperature=1.0), n=2, best_of=3)
     request = engine.submit(ids, options, key=key)
     assert request.result().tokens == generate_alone(model, ids, options, key).tokens
     assert len(request.answers) == 3 and list(request.answers[1]) == request.answers[1].tokens
@@ -97,7 +97,7 @@ def test_n_and_best_of(engine, model):
 
 
 def test_cancel_deadline_and_timeout(engine):
-    long = xj.GenerateOptions(400, **NO_END)
+    long = xj.GenerateOptions(max_tokens=400, **NO_END)
     request = engine.submit([5] * 9, long)
     ids = iter(request)
     begun = [next(ids), next(ids)]
@@ -114,7 +114,7 @@ def test_cancel_deadline_and_timeout(engine):
 def test_the_host_has_no_view_of_donated_rows(engine):
     """Output arrays are apart from the arrays that the next call donates, and host arrays are copied."""
     device = engine.core.device
-    engine.submit([5, 6, 7], xj.GenerateOptions(30, **NO_END)).result()
+    engine.submit([5, 6, 7], xj.GenerateOptions(max_tokens=30, **NO_END)).result()
     with engine._step_lock:
         out = device.decode({0: [1]}, 1, False, True, {0: 1})
         kept = {
@@ -134,7 +134,10 @@ def test_the_host_has_no_view_of_donated_rows(engine):
 def test_rows_that_are_preempted_before_their_first_token(engine, monkeypatch):
     """First tokens of a step's prompts are sampled together, before any of these rows is swapped out."""
     core = engine.core
-    asked = [([5] * 9, xj.GenerateOptions(1)), *(([i] * 70, xj.GenerateOptions(6, **NO_END)) for i in (6, 7))]
+    asked = [
+        ([5] * 9, xj.GenerateOptions(max_tokens=1)),
+        *(([i] * 70, xj.GenerateOptions(max_tokens=6, **NO_END)) for i in (6, 7)),
+    ]
     expected = [engine.submit(*one).result() for one in asked]
     schedule = core.scheduler.schedule
     preempted = []
@@ -159,11 +162,13 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
     answers, and a stream.
     """
     common = [*range(40, 180)]
-    warm = xj.GenerateOptions(20, xj.SamplingConfig(temperature=1.0), logprobs=2, **NO_END)
+    warm = xj.GenerateOptions(
+        max_tokens=20, sampling=xj.SamplingConfig(temperature=1.0), logprobs=2, **NO_END
+    )
     asked = [
-        (common + [5], dataclasses.replace(warm, max_new_tokens=60)),
+        (common + [5], dataclasses.replace(warm, max_tokens=60)),
         (common + [6], warm),
-        ("Hello", xj.GenerateOptions(20, grammar=xj.grammar.regex("[a-z ]{60}"))),
+        ("Hello", xj.GenerateOptions(max_tokens=20, grammar=xj.grammar.regex("[a-z ]{60}"))),
         ([7] * 9, dataclasses.replace(warm, n=2)),
         ([8] * 70, dataclasses.replace(warm, sampling=xj.SamplingConfig(repetition_penalty=1.3))),
     ]
@@ -197,11 +202,18 @@ def test_greedy_rows_run_no_sampler(engine, monkeypatch):
 
     drawn = xj.SamplingConfig(temperature=1.0, top_k=5, min_p=0.1, bad_words_ids=[[9], [8, 7]])
     key = jax.random.key(0)
-    engine.generate([[i, 6] for i in range(engine.rows)], xj.GenerateOptions(3, drawn, **NO_END), key=key)
+    engine.generate(
+        [[i, 6] for i in range(engine.rows)],
+        xj.GenerateOptions(max_tokens=3, sampling=drawn, **NO_END),
+        key=key,
+    )
     monkeypatch.setattr(WarmUp, "__call__", recorded)
-    engine.generate([[5, 6, 7]], xj.GenerateOptions(3, **NO_END))
+    engine.generate([[5, 6, 7]], xj.GenerateOptions(max_tokens=3, **NO_END))
     assert "_most_likely" in ran and not ran & {"_sample", "_alternatives"}
-    engine.generate([[5, 6, 7]], xj.GenerateOptions(3, xj.SamplingConfig(repetition_penalty=1.2), **NO_END))
+    engine.generate(
+        [[5, 6, 7]],
+        xj.GenerateOptions(max_tokens=3, sampling=xj.SamplingConfig(repetition_penalty=1.2), **NO_END),
+    )
     assert "_sample" in ran, "a penalty is a sampling setting"
 
 
@@ -216,7 +228,7 @@ def test_host_arrays_are_not_changed(engine, monkeypatch):
         return program(*args)
 
     monkeypatch.setattr(WarmUp, "__call__", recorded)
-    options = xj.GenerateOptions(200, **NO_END)
+    options = xj.GenerateOptions(max_tokens=200, **NO_END)
     for request in [engine.submit([i, 6], options) for i in range(5)]:
         request.result()
     assert len(given) >= 6 and all(np.array_equal(now, then) for now, then in given)
@@ -235,7 +247,7 @@ def test_a_row_with_nan_fails_alone():
     )
     good = list(range(70))
     bad = [*range(66), 500, 5, 6, 7]
-    options = xj.GenerateOptions(20, **NO_END)
+    options = xj.GenerateOptions(max_tokens=20, **NO_END)
     expected = engine.submit(good, options).result()
     broken = engine.submit(bad, options)
     well = engine.submit(good, options)
@@ -260,7 +272,7 @@ def test_a_row_with_nan_fails_alone():
         (dict(options=dict(processors=dict(a=1))), "no processor is called .a.: the engine has none"),
         (dict(options=dict(logprobs=21)), "logprobs: an engine takes 20 at most, got 21"),
         (dict(options=dict(stop_token_ids=[*range(25)])), "stop_token_ids: an engine takes 16 at most"),
-        (dict(options=dict(max_new_tokens=600)), "exceeds the 512 that a row of this engine can hold"),
+        (dict(options=dict(max_tokens=600)), "exceeds the 512 that a row of this engine can hold"),
         (dict(options=dict(stop_strings=[""])), "stop_strings must be a list of texts"),
         (dict(options=dict(sampling=xj.SamplingConfig(temperature=1.0))), "sampling needs a PRNG key"),
         (dict(deadline=0), "deadline must be a number of seconds above 0, got 0"),

@@ -27,7 +27,7 @@ def test_a_request_gets_the_bits_it_gets_alone():
 def test_prompt_lookup_gives_the_same_tokens():
     model = xj.load_model()
     ids = xj.encode_prompt(model, "Count: 1 2 3 4 5 1 2 3 4 5 1 2 3")
-    options = xj.GenerateOptions(40, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=40, eos_token_ids=())
     engine = xj.Engine(model, rows=3, capacity=512, chunk=128, draft="lookup", draft_tokens=2)
     one = engine.submit(ids, options)
     other = engine.submit([5] * 70, options)

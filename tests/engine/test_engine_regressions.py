@@ -48,7 +48,7 @@ def engine(shared, model):
 
 def test_draft_tokens_past_the_last_page_overwrite_no_key(model):
     # 20 + 236 = the capacity, a multiple of 64: the last pass writes positions 256 and on.
-    options = xj.GenerateOptions(236, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=236, eos_token_ids=())
     with xj.Engine(model, rows=1, capacity=256, chunk=64, pages=9, draft="lookup") as guessing:
         for seed in range(2):
             ids = np.random.RandomState(seed).randint(5, 250, 20).tolist()
@@ -64,18 +64,20 @@ def test_an_answer_may_fail_in_the_step_that_ends_another(tmp_path):
     path = tiny.write(tmp_path / "m", HF | dict(tie_word_embeddings=False), weights=weights)
     broken = xj.Engine(xj.load_model(path), rows=2, capacity=128, chunk=64, pages=6)
     sampling = dataclasses.replace(SAMPLED, allowed_token_ids=[_BROKEN, *range(10, 24)])
-    options = xj.GenerateOptions(12, sampling, n=2, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=12, sampling=sampling, n=2, eos_token_ids=())
     for seed in range(8):  # in some the first answer fails and the second does not
         try:
             broken.generate([[1, 2, 3]], options, key=jax.random.key(seed))
         except xj.InputError as error:
             assert "nan" in str(error)
-    assert broken.generate([[1, 2, 3]], xj.GenerateOptions(2))
+    assert broken.generate([[1, 2, 3]], xj.GenerateOptions(max_tokens=2))
 
 
 def test_a_closed_event_loop_does_not_stop_other_requests(engine):
     with engine:
-        left, other = (engine.submit([i], xj.GenerateOptions(200, eos_token_ids=())) for i in (4, 5))
+        left, other = (
+            engine.submit([i], xj.GenerateOptions(max_tokens=200, eos_token_ids=())) for i in (4, 5)
+        )
 
         async def begin():
             pieces.append(left.text_async())
@@ -90,7 +92,7 @@ def test_a_closed_event_loop_does_not_stop_other_requests(engine):
 
 
 def test_alternatives_end_where_a_stop_string_ends_the_answer(engine, model):
-    options = xj.GenerateOptions(60, eos_token_ids=(), logprobs=2)
+    options = xj.GenerateOptions(max_tokens=60, eos_token_ids=(), logprobs=2)
     text = model.tokenizer.decode(engine.submit([1, 2, 3], options).result().tokens[0])
     out = engine.submit([1, 2, 3], dataclasses.replace(options, stop_strings=[text[20:22]])).result()
     assert out.finish_reason == ["stop"]
@@ -99,46 +101,50 @@ def test_alternatives_end_where_a_stop_string_ends_the_answer(engine, model):
 
 def test_raw_uint32_keys_one_per_prompt(engine, model):
     keys = np.array([[0, 1], [0, 2]], np.uint32)
-    options = xj.GenerateOptions(4, SAMPLED)
+    options = xj.GenerateOptions(max_tokens=4, sampling=SAMPLED)
     whole = xj.generate(model.params, model.config, [[1, 2], [3]], options, key=keys)
     assert [out.tokens[0] for out in engine.generate([[1, 2], [3]], options, key=keys)] == whole.tokens
     for number in (2, 5):
         with pytest.raises(xj.InputError, match=f"{number}.*for 3"):
             engine.generate([[1]] * 3, options, key=jax.random.split(jax.random.key(0), number))
     with pytest.raises(xj.InputError, match="key"):
-        engine.submit([1], xj.GenerateOptions(2), key=[1])
+        engine.submit([1], xj.GenerateOptions(max_tokens=2), key=[1])
     with pytest.raises(xj.InputError, match="list"):
-        engine.generate("hello", xj.GenerateOptions(1))
+        engine.generate("hello", xj.GenerateOptions(max_tokens=1))
 
 
 def test_keys_settings_and_weights_of_other_kinds_compile_nothing(engine, model):
     """Several keys, a committed one, a setting that is a jax array, committed weights."""
     keys = jax.random.split(jax.random.key(0), 7)
     committed = jax.device_put((jax.random.key(0), model.params), jax.devices()[0])
-    options = xj.GenerateOptions(2, SAMPLED)
-    as_array = xj.GenerateOptions(2, xj.SamplingConfig(temperature=jax.numpy.float32(0.7)))
+    options = xj.GenerateOptions(max_tokens=2, sampling=SAMPLED)
+    as_array = xj.GenerateOptions(
+        max_tokens=2, sampling=xj.SamplingConfig(temperature=jax.numpy.float32(0.7))
+    )
     engine.update(committed[1])
     with events() as seen:
         engine.generate([[1]] * 7, options, key=keys)
         engine.submit([1], options, key=committed[0]).result()
         engine.submit([1], as_array, key=np.array([0, 1], np.uint32)).result()
-        engine.submit([1] * 100, xj.GenerateOptions(2)).result()
+        engine.submit([1] * 100, xj.GenerateOptions(max_tokens=2)).result()
     assert not seen
 
 
 def test_weights_are_not_the_callers_arrays(engine, model):
     mine = jax.tree.map(np.array, model.params)
     engine.update(mine)
-    first = engine.submit([1, 2, 3], xj.GenerateOptions(4)).result().logprobs
+    first = engine.submit([1, 2, 3], xj.GenerateOptions(max_tokens=4)).result().logprobs
     for leaf in jax.tree.leaves(mine):
         leaf *= 2
-    assert engine.submit([1, 2, 3], xj.GenerateOptions(4)).result().logprobs == first
+    assert engine.submit([1, 2, 3], xj.GenerateOptions(max_tokens=4)).result().logprobs == first
     engine.update(model.params)
 
 
 @pytest.mark.filterwarnings("error")
 def test_best_of_cancelled_answers(engine):
-    request = engine.submit([1], xj.GenerateOptions(9, SAMPLED, best_of=3), key=np.array([0, 1], np.uint32))
+    request = engine.submit(
+        [1], xj.GenerateOptions(max_tokens=9, sampling=SAMPLED, best_of=3), key=np.array([0, 1], np.uint32)
+    )
     request.cancel()
     assert request.result().finish_reason == ["cancelled"]
 
@@ -147,7 +153,7 @@ def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
     """Not when the program was dispatched."""
     seen = []
     get = jax.device_get
-    request = engine.submit([1], xj.GenerateOptions(1))
+    request = engine.submit([1], xj.GenerateOptions(max_tokens=1))
     monkeypatch.setattr(jax, "device_get", lambda x: (seen.append(dict(request.times)), get(x))[1])
     request.result()
     assert "first" not in seen[0]
@@ -155,7 +161,7 @@ def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
 
 def test_requests_of_one_token_do_not_delay_others(engine):
     """And cancels are handled between two chunks, whatever waits."""
-    options = xj.GenerateOptions(1, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=1, eos_token_ids=())
     flood = engine.submit_many([[i] * 100 for i in range(5, 45)], options, client="a", prompt_logprobs=1)
     engine.step()
     small = engine.submit([7], options, client="b")
@@ -170,7 +176,9 @@ def test_requests_of_one_token_do_not_delay_others(engine):
 
 
 def test_a_step_is_short_although_no_caller_streams(engine):
-    long = [engine.submit([i], xj.GenerateOptions(200, eos_token_ids=()), live=False) for i in (5, 6)]
+    long = [
+        engine.submit([i], xj.GenerateOptions(max_tokens=200, eos_token_ids=()), live=False) for i in (5, 6)
+    ]
     while not all(request.answers[0].tokens for request in long):
         engine.step()
     engine.core._pacing.record_decode(0.1, 1)  # of a decode step
@@ -184,17 +192,19 @@ def test_options_are_checked_once_for_many_prompts(engine, monkeypatch):
     validate = xj.SamplingConfig.validate
     monkeypatch.setattr(xj.SamplingConfig, "validate", lambda self: (seen.append(1), validate(self))[1])
     sampling = xj.SamplingConfig(logit_bias={5: 1.0}, allowed_token_ids=list(range(250)) * 40)
-    requests = engine.submit_many([[i] for i in range(5, 37)], xj.GenerateOptions(1, sampling))
+    requests = engine.submit_many(
+        [[i] for i in range(5, 37)], xj.GenerateOptions(max_tokens=1, sampling=sampling)
+    )
     assert len(seen) <= 2
     biases = {id(np.asarray(request.call.sampling_B.logit_bias).base) for request in requests}
     assert len({id(request.call.sampling_B) for request in requests}) == 1 and len(biases) == 1
-    assert engine.submit_many([[1], [2]], xj.GenerateOptions(1), keys=[jax.random.key(0)] * 2)
+    assert engine.submit_many([[1], [2]], xj.GenerateOptions(max_tokens=1), keys=[jax.random.key(0)] * 2)
     with pytest.raises(xj.InputError, match="1 keys for 2"):
-        engine.submit_many([[1], [2]], xj.GenerateOptions(1), keys=[jax.random.key(0)])
+        engine.submit_many([[1], [2]], xj.GenerateOptions(max_tokens=1), keys=[jax.random.key(0)])
 
 
 def test_an_interrupt_lets_the_step_end(engine, model, monkeypatch):
-    options = xj.GenerateOptions(100, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=100, eos_token_ids=())
     window = engine.core.device.decode
     turns = []
 
@@ -221,20 +231,20 @@ def test_an_error_without_a_message_is_named(engine, monkeypatch):
 
     monkeypatch.setattr(engine.core.device, "decode", broken)
     with pytest.raises(MemoryError):
-        engine.generate([[1, 2]], xj.GenerateOptions(5))
+        engine.generate([[1, 2]], xj.GenerateOptions(max_tokens=5))
     with pytest.raises(xj.InputError, match="MemoryError"):
         engine.submit([1])
 
 
 def test_a_request_keeps_no_old_weights(engine, model):
-    request = engine.submit([1, 2], xj.GenerateOptions(2))
+    request = engine.submit([1, 2], xj.GenerateOptions(max_tokens=2))
     request.result()
     old = sum(x.nbytes for x in jax.tree.leaves(request.call.params))
     assert old == model.params["final_norm"].nbytes
 
 
 def test_the_end_time_is_set_before_a_request_has_ended(engine):
-    request = engine.submit([1, 2], xj.GenerateOptions(1))
+    request = engine.submit([1, 2], xj.GenerateOptions(max_tokens=1))
     take = engine.core._notify
     seen = []
 
@@ -251,9 +261,9 @@ def test_the_end_time_is_set_before_a_request_has_ended(engine):
 
 
 def test_times_count_from_arrival(engine):
-    request = engine.submit([1, 2], xj.GenerateOptions(1), received=time.monotonic() - 5)
+    request = engine.submit([1, 2], xj.GenerateOptions(max_tokens=1), received=time.monotonic() - 5)
     assert request.result().stats.ttft_seconds > 5
-    late = engine.submit([1, 2], xj.GenerateOptions(1), received=time.monotonic() - 5, deadline=2)
+    late = engine.submit([1, 2], xj.GenerateOptions(max_tokens=1), received=time.monotonic() - 5, deadline=2)
     assert late.result().finish_reason == ["deadline"]
 
 
@@ -262,6 +272,6 @@ def test_a_stop_string_may_be_the_text_of_a_special_token(engine, model):
     special = next(i for i, t in model.tokenizer.backend.get_added_tokens_decoder().items() if t.special)
     spelled = model.tokenizer.decode([special], skip_special_tokens=False)
     sampling = xj.SamplingConfig(allowed_token_ids=[special])
-    options = xj.GenerateOptions(5, sampling, eos_token_ids=(), stop_strings=[spelled])
+    options = xj.GenerateOptions(max_tokens=5, sampling=sampling, eos_token_ids=(), stop_strings=[spelled])
     for skips, reason in ((True, "length"), (False, "stop")):
         assert engine.submit([1], options, skip_special_tokens=skips).result().finish_reason == [reason]

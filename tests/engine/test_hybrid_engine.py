@@ -11,7 +11,7 @@ from xinfer_jax.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.oldest
 
-OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(max_tokens=60, eos_token_ids=())
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_rows_of_both_sides_get_what_they_get_alone(model, draft):
     whole model.
     """
     ids = np.random.RandomState(0).randint(3, cases.VOCAB, 200).tolist()
-    options = xj.GenerateOptions(20, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=20, eos_token_ids=())
     prompts = [ids[:70], ids[:150], ids[:74], ids[:100], ids[100:110], ids[:160]]
     with xj.Engine(model, **SHAPE, draft=draft) as engine:
         requests = [engine.submit(prompt, options) for prompt in prompts]
@@ -44,7 +44,7 @@ def test_rows_of_both_sides_get_what_they_get_alone(model, draft):
         found = [token.logprob for token in scored.prompt_logprobs]
         for new in (23, 40):  # a sequence does not go from one side to the other
             with pytest.raises(xj.InputError, match=f"longrope.*{SWITCH}.*between 74 and {74 + new}"):
-                engine.submit(prompts[2], dataclasses.replace(options, max_new_tokens=new))
+                engine.submit(prompts[2], dataclasses.replace(options, max_tokens=new))
     assert [out.logprobs for out in together] == [out.logprobs for out in alone]
     assert [out.stats.reused_tokens for out in alone] == [0, 0, 64, 64, 0, 128]
     for prompt, out in zip(prompts, alone, strict=True):

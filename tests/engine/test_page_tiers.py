@@ -20,7 +20,9 @@ from xinfer_jax.engine.shape import page_settings
 pytestmark = pytest.mark.oldest
 
 SHAPE = dict(rows=3, capacity=512, chunk=128, pages=20)
-SAMPLED = xj.GenerateOptions(3, xj.SamplingConfig(temperature=1.0), eos_token_ids=(), logprobs=1)
+SAMPLED = xj.GenerateOptions(
+    max_tokens=3, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=(), logprobs=1
+)
 
 
 @pytest.fixture(scope="module")

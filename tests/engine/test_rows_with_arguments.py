@@ -18,7 +18,7 @@ from xinfer_jax.engine.held_vectors import HeldVectors
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_serve_adapters.py, test_taps.py
 
-SAMPLED = xj.SamplingConfig(1.0, top_p=0.95)
+SAMPLED = xj.SamplingConfig(temperature=1.0, top_p=0.95)
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
 PROMPT = [i % 50 + 3 for i in range(150)]
 NEW = 40
@@ -87,7 +87,9 @@ def engine(own_engine, adapters):
 
 
 def submit(engine, adapter=None, taps=None, processors=None, prompt=PROMPT, **how) -> xj.types.Request:
-    options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), taps=taps, processors=processors)
+    options = xj.GenerateOptions(
+        max_tokens=NEW, sampling=SAMPLED, eos_token_ids=(), taps=taps, processors=processors
+    )
     return engine.submit(prompt, options, key=jax.random.key(0), adapter=adapter, **how)
 
 
@@ -105,7 +107,9 @@ def generated(model, adapters, adapter=None, taps=None, processors=None, **how) 
         processor, default = PROCESSORS[name]
         given.append((processor, default if arguments is None else arguments))
     how |= dict(taps={layer: xj.Tap(x_D, jnp.add) for layer, x_D in added.items()} or None)
-    options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), processors=given or None, **how)
+    options = xj.GenerateOptions(
+        max_tokens=NEW, sampling=SAMPLED, eos_token_ids=(), processors=given or None, **how
+    )
     return xj.generate(params, model.config, [PROMPT], options, key=jax.random.key(0))
 
 
@@ -226,7 +230,7 @@ def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
     found = [token.logprob for token in request.prompt_logprobs]
     wanted = xj.score(xj.lora.with_adapter(model.params, adapters[0]), model.config, np.array([PROMPT]))[0]
     np.testing.assert_allclose(found, wanted[-len(found) :], atol=2e-4)
-    short = xj.GenerateOptions(4, eos_token_ids=())
+    short = xj.GenerateOptions(max_tokens=4, eos_token_ids=())
     (plain, adapted) = engine.generate([PROMPT, PROMPT], short, adapter=[None, "a"])
     assert plain.adapter is None and adapted.adapter == "a"
     assert plain.tokens != adapted.tokens

@@ -233,7 +233,7 @@ class FakeDevice:
         self.execute(self.scheduler.reserve_pages(steps))
         running = self.scheduler.running
         for row in running:
-            left = row.max_new_tokens - len(row.sampled)
+            left = row.max_tokens - len(row.sampled)
             steps_of_row = min(1 if row.slot == early else steps, left)
             for _ in range(steps_of_row):
                 self.write(row, row.sampled[-1], "decoding")
@@ -495,7 +495,7 @@ def serve_short_requests(scheduler, count):
             for action in scheduler.schedule():
                 if isinstance(action, PrefillChunk):
                     scheduler.record_prefill(action)
-                    if action.is_last and action.row.max_new_tokens == 1:  # it ends with its first token
+                    if action.is_last and action.row.max_tokens == 1:  # it ends with its first token
                         scheduler.end(action.row)
             waited[at] += not row.is_prefilled
         for running in scheduler.running:

@@ -16,7 +16,7 @@ from xinfer_jax.layerwise.layer_programs import layer_groups
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
-LONG = xj.GenerateOptions(100, eos_token_ids=())
+LONG = xj.GenerateOptions(max_tokens=100, eos_token_ids=())
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -38,7 +38,7 @@ def outcome(request: xj.types.Request) -> tuple:
 
 def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
     """A row that decodes, one whose prompt is half prefilled, and requests that come meanwhile."""
-    sampled = xj.GenerateOptions(60, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    sampled = xj.GenerateOptions(max_tokens=60, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=())
     asked = [(prompt(0, 20), LONG), (prompt(1, 150), sampled), (prompt(2, 90), sampled), (prompt(3, 5), LONG)]
     keys = [jax.random.key(i) for i in range(4)]
     expected = [outcome(engine.submit(*a, key=key)) for a, key in zip(asked, keys, strict=True)]
@@ -74,8 +74,8 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
 def test_sample_gives_log_probabilities_as_arrays(engine):
     """Those of the distribution that was sampled from too; beside rows that do not ask for them."""
     settings = xj.SamplingConfig(temperature=0.7, top_k=8)
-    options = xj.GenerateOptions(12, settings, eos_token_ids=(7,))
-    both = xj.GenerateOptions(12, settings, eos_token_ids=(), logprobs=20)
+    options = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(7,))
+    both = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(), logprobs=20)
     ids = prompt(5, 9)
 
     async def several() -> list[xj.types.SampleOutput]:
@@ -91,7 +91,10 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
     outs = asyncio.run(several())
     same = asyncio.run(again(outs[3].seed))
     request = engine.submit(ids, options, key=jax.random.key(1))
-    assert request.result().logprobs == [outs[0].logprobs_T.tolist()] and not request.answers[0].processed
+    assert (
+        request.result().logprobs == [outs[0].logprobs_T.tolist()]
+        and not request.answers[0].processed_logprobs
+    )
     for bad, message in (
         ((dict(ids="text")), "ids must be a list of token ids, got 'text'"),
         (dict(ids=ids, options=xj.GenerateOptions(n=2)), "gives one answer, got n=2"),
@@ -102,8 +105,10 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
             asyncio.run(engine.sample(**bad))
     assert asyncio.run(cancelled(engine, ids)) == 0
     assert outs[3].seed != outs[0].seed and same.tokens_T.tolist() == outs[3].tokens_T.tolist()
-    assert (same.processed_T == outs[3].processed_T).all() and outs[0].alternatives is None
-    assert [a.processed_logprob for a in outs[2].alternatives] == pytest.approx(outs[2].processed_T.tolist())
+    assert (same.processed_logprobs_T == outs[3].processed_logprobs_T).all() and outs[0].alternatives is None
+    assert [a.processed_logprob for a in outs[2].alternatives] == pytest.approx(
+        outs[2].processed_logprobs_T.tolist()
+    )
     for i, out in enumerate(outs):
         assert out.finish_reason == ("eos" if i != 2 and out.tokens_T[-1] == 7 else "length")
     versions = {engine.version: engine.model.params}
@@ -112,7 +117,7 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
         engine.replay(pickle.loads(pickle.dumps(outs[0])), versions)
     out = outs[2]
     assert out.versions_T.tolist() == [engine.version] * len(out.tokens_T)
-    for token, raw, processed in zip(out.alternatives, out.logprobs_T, out.processed_T, strict=True):
+    for token, raw, processed in zip(out.alternatives, out.logprobs_T, out.processed_logprobs_T, strict=True):
         kept = {id: logprob / 0.7 for id, logprob in token.top[:8]}
         total = np.log(np.exp(list(kept.values())).sum())
         assert dict(token.top)[token.id] == pytest.approx(raw, abs=1e-5)
@@ -166,7 +171,7 @@ def test_large_logits_are_of_the_last_layers_alone(monkeypatch):
     config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=6))
     params = xj.init_params(config, jax.random.key(0), "float32")
     assert len(layer_groups(config, 5)) == 2
-    options = xj.GenerateOptions(4, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=4, eos_token_ids=())
     outs = []
     for limit in (2**24, 0):
         monkeypatch.setattr(layerwise_executor, "_LARGE_LOGITS", limit)

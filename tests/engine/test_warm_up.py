@@ -19,13 +19,17 @@ SHAPE = dict(rows=3, capacity=256, chunk=64, pages=12)
 NO_END = dict(eos_token_ids=())
 DRAWN = xj.SamplingConfig(temperature=0.9, top_k=30)
 REQUESTS = [
-    ([5, 6, 7], xj.GenerateOptions(9, **NO_END), {}),
-    ([5, 6, 8], xj.GenerateOptions(9, DRAWN, **NO_END), {}),
-    (list(range(90)), xj.GenerateOptions(5, **NO_END), {}),
-    ([9, 6, 7], xj.GenerateOptions(5, logprobs=3, **NO_END), {}),
-    ([9, 6, 7], xj.GenerateOptions(5, DRAWN, logprobs=3, n=2, **NO_END), {}),
-    (list(range(70)), xj.GenerateOptions(2, **NO_END), dict(prompt_logprobs=2)),
-    ([4, 3], xj.GenerateOptions(9, xj.SamplingConfig(frequency_penalty=1.0), **NO_END), {}),
+    ([5, 6, 7], xj.GenerateOptions(max_tokens=9, **NO_END), {}),
+    ([5, 6, 8], xj.GenerateOptions(max_tokens=9, sampling=DRAWN, **NO_END), {}),
+    (list(range(90)), xj.GenerateOptions(max_tokens=5, **NO_END), {}),
+    ([9, 6, 7], xj.GenerateOptions(max_tokens=5, logprobs=3, **NO_END), {}),
+    ([9, 6, 7], xj.GenerateOptions(max_tokens=5, sampling=DRAWN, logprobs=3, n=2, **NO_END), {}),
+    (list(range(70)), xj.GenerateOptions(max_tokens=2, **NO_END), dict(prompt_logprobs=2)),
+    (
+        [4, 3],
+        xj.GenerateOptions(max_tokens=9, sampling=xj.SamplingConfig(frequency_penalty=1.0), **NO_END),
+        {},
+    ),
 ]
 
 
@@ -87,10 +91,14 @@ def hold(monkeypatch, name: str) -> threading.Event:
 def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
     released = hold(monkeypatch, "_sample")
     with xj.Engine(model, **SHAPE) as engine:
-        drawn = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
-        greedy = engine.submit([5, 6, 8], xj.GenerateOptions(4, **NO_END))
+        drawn = engine.submit(
+            [5, 6, 8], xj.GenerateOptions(max_tokens=4, sampling=DRAWN, **NO_END), key=jax.random.key(0)
+        )
+        greedy = engine.submit([5, 6, 8], xj.GenerateOptions(max_tokens=4, **NO_END))
         assert len(greedy.result().tokens[0]) == 4 and not drawn.ended
-        long = engine.submit(list(range(70)), xj.GenerateOptions(2, **NO_END))  # needs another stage
+        long = engine.submit(
+            list(range(70)), xj.GenerateOptions(max_tokens=2, **NO_END)
+        )  # needs another stage
         assert len(long.result().tokens[0]) == 2 and not drawn.ended
         stats = engine.stats
         assert stats.waiting == stats.waiting_for_programs == 1 and stats.running == 0
@@ -99,7 +107,9 @@ def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
         while engine.last_step_time == before:
             assert time.monotonic() < end, "the engine is stuck"
             time.sleep(0.01)
-        cancelled = engine.submit([5, 6], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
+        cancelled = engine.submit(
+            [5, 6], xj.GenerateOptions(max_tokens=4, sampling=DRAWN, **NO_END), key=jax.random.key(0)
+        )
         cancelled.cancel()
         assert cancelled.result().finish_reason == ["cancelled"]
         released.set()
@@ -119,8 +129,10 @@ def test_a_program_that_fails_in_the_background_compiles_when_it_is_needed(model
 
     monkeypatch.setattr(precompile, "_compile", broken)
     with xj.Engine(model, **SHAPE) as engine:
-        out = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0)).result()
-        later = engine.submit([5, 6, 8], xj.GenerateOptions(4, logprobs=2, **NO_END)).result()
+        out = engine.submit(
+            [5, 6, 8], xj.GenerateOptions(max_tokens=4, sampling=DRAWN, **NO_END), key=jax.random.key(0)
+        ).result()
+        later = engine.submit([5, 6, 8], xj.GenerateOptions(max_tokens=4, logprobs=2, **NO_END)).result()
         wait_until_warm(engine)
     assert len(out.tokens[0]) == len(later.tokens[0]) == 4
     assert "not compiled in the background: MemoryError: no room" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_page_tiers.py
 
-LONG = xj.GenerateOptions(100, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+LONG = xj.GenerateOptions(max_tokens=100, sampling=xj.SamplingConfig(temperature=1.0), eos_token_ids=())
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
 
 
@@ -89,8 +89,10 @@ def test_continue_and_recompute(engine, versions):
 
 
 def test_replay(engine, versions):
-    request = start(engine, [7] * 20, 20, xj.GenerateOptions(60, eos_token_ids=(), n=2))
-    other = start(engine, [8, 9], 3, xj.GenerateOptions(300, LONG.sampling, eos_token_ids=()))
+    request = start(engine, [7] * 20, 20, xj.GenerateOptions(max_tokens=60, eos_token_ids=(), n=2))
+    other = start(
+        engine, [8, 9], 3, xj.GenerateOptions(max_tokens=300, sampling=LONG.sampling, eos_token_ids=())
+    )
     running = len(other.answers[0].sampled)
     first = request.result()
     assert len(other.answers[0].sampled) > running
@@ -140,16 +142,16 @@ def test_containers_and_dtypes(engine, model, versions):
     tree = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), versions[1])
     rounded = jax.tree.map(lambda x: x.astype(np.float32), tree)
     ids = [[3, 4, 5]]
-    expected = xj.generate(rounded, model.config, ids, xj.GenerateOptions(20)).logprobs
+    expected = xj.generate(rounded, model.config, ids, xj.GenerateOptions(max_tokens=20)).logprobs
     tree["layers"] = [dict(layer) for layer in tree["layers"]]
     with compiling.events() as seen:
         engine.update(tree)
-        found = engine.generate(ids, xj.GenerateOptions(20))[0].logprobs
+        found = engine.generate(ids, xj.GenerateOptions(max_tokens=20))[0].logprobs
     assert seen == []
     np.testing.assert_allclose(found, expected, atol=1e-5)
     tree["layers"] = {str(i): layer for i, layer in enumerate(tree["layers"])}
     engine.update(tree)
-    assert engine.generate(ids, xj.GenerateOptions(20))[0].logprobs == found
+    assert engine.generate(ids, xj.GenerateOptions(max_tokens=20))[0].logprobs == found
     own = engine.model.params
     with pytest.raises(xj.InputError, match=r"embed.weight is bfloat16, not float32: leave out cast"):
         engine.update(tree, cast=False)

@@ -67,11 +67,11 @@ def logprobs(params, config, rows: list[list[int]]) -> np.ndarray:
 
 def test_one_beam_is_greedy(model):
     params, config = model
-    free = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20)).tokens
+    free = xj.generate(params, config, PROMPTS, xj.GenerateOptions(max_tokens=20)).tokens
     eos = (free[0][7], free[2][11])
-    greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20, eos_token_ids=eos))
+    greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(max_tokens=20, eos_token_ids=eos))
     assert "eos" in greedy.finish_reason
-    options = dict(num_beams=1, max_new_tokens=20, eos_token_ids=eos, early_stopping=False)
+    options = dict(num_beams=1, max_tokens=20, eos_token_ids=eos, early_stopping=False)
     ours = xj.beam_search(params, config, PROMPTS, **options)
     assert_same(ours, [[t] for t in greedy.tokens], [[np.mean(p)] for p in greedy.logprobs])
 
@@ -91,7 +91,7 @@ def test_as_many_beams_as_sequences_find_all_in_order(small):
     score = {p: logprobs(params, config, [prompt + list(p)])[0, 2:].sum() / len(p) ** penalty for p in paths}
     best = sorted(paths, key=score.get, reverse=True)
     wanted = [list(p[:-1] if p[-1] == 2 else p) for p in best], [score[p] for p in best]
-    options = dict(max_new_tokens=3, eos_token_ids=(2,), length_penalty=penalty)
+    options = dict(max_tokens=3, eos_token_ids=(2,), length_penalty=penalty)
     assert_same(xj.beam_search(params, config, prompt, num_beams=len(paths), **options), *wanted)
     # 16 beams hold every prefix, so nothing better can be missed
     narrow = xj.beam_search(
@@ -107,9 +107,13 @@ def test_as_many_beams_as_sequences_find_all_in_order(small):
 @pytest.mark.full
 def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     params, config = model
-    settings = [xj.SamplingConfig(), xj.SamplingConfig(0.9, 30, 0.9, 1.2), xj.SamplingConfig(1.5, top_p=0.5)]
+    settings = [
+        xj.SamplingConfig(),
+        xj.SamplingConfig(temperature=0.9, top_k=30, top_p=0.9, repetition_penalty=1.2),
+        xj.SamplingConfig(temperature=1.5, top_p=0.5),
+    ]
     keys = jax.random.split(jax.random.key(9), 3)
-    options = dict(num_beams=3, max_new_tokens=18, eos_token_ids=EOS[:2])
+    options = dict(num_beams=3, max_tokens=18, eos_token_ids=EOS[:2])
     together = xj.beam_search(params, config, PROMPTS, sampling=settings, key=keys, **options)
     for i, prompt in enumerate(PROMPTS):
         alone = xj.beam_search(params, config, prompt, sampling=settings[i], key=keys[i : i + 1], **options)
@@ -131,14 +135,14 @@ def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypa
     gc.collect()
     before = sum(x.ndim == 4 and len(x) == 1 for x in jax.live_arrays())
     monkeypatch.setattr(BeamSearch, "step", count_caches)
-    xj.beam_search(*model, PROMPTS[0], num_beams=3, max_new_tokens=4, eos_token_ids=())
+    xj.beam_search(*model, PROMPTS[0], num_beams=3, max_tokens=4, eos_token_ids=())
     assert caches[-1] == before
 
 
 @pytest.mark.full
 def test_scores_in_fewer_bytes_are_those_of_one_forward_pass():
     params, config = build(quantize="int8")
-    options = dict(max_new_tokens=10, length_penalty=0.5, cache_dtype="int8")
+    options = dict(max_tokens=10, length_penalty=0.5, cache_dtype="int8")
     ours = xj.beam_search(params, config, PROMPTS[0], **options)
     assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
     sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
@@ -154,7 +158,7 @@ def test_beams_without_an_allowed_token(model):
         for ids in ((3, 4), (3, 4, 9), range(60))
     ]
     found = xj.beam_search(
-        params, config, [[1, 2]] * 3, num_beams=4, max_new_tokens=8, eos_token_ids=(9,), sampling=settings
+        params, config, [[1, 2]] * 3, num_beams=4, max_tokens=8, eos_token_ids=(9,), sampling=settings
     )
     assert found.sequences[0] == [] and found.scores[0] == []
     # All that there are, but one.
@@ -168,8 +172,8 @@ def test_other_settings_and_fewer_prompts_compile_nothing(model):
     key = jax.random.key(0)
 
     def search(count, new, penalty, temperature, eos):
-        sampling = xj.SamplingConfig(temperature, top_k=9)
-        options = dict(max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling)
+        sampling = xj.SamplingConfig(temperature=temperature, top_k=9)
+        options = dict(max_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling)
         xj.beam_search(params, config, [PROMPTS[0]] * count, num_beams=2, key=key, **options)
 
     search(4, 10, 1.0, 0.0, 3)
@@ -189,7 +193,7 @@ def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
     prompt = [0, 4, 1]
     rows = 6000
     sampling = xj.SamplingConfig(temperature=1.7)
-    options = dict(num_beams=2, max_new_tokens=1, sampling=sampling, key=jax.random.key(2))
+    options = dict(num_beams=2, max_tokens=1, sampling=sampling, key=jax.random.key(2))
     found = xj.beam_search(params, config, [prompt] * rows, **options)
     logits_V = np.asarray(forward(params, config, np.array([prompt]))[0])[0, -1].astype(np.float64) / 1.7
     p = np.exp(logits_V - logits_V.max())
@@ -218,16 +222,16 @@ def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
         (dict(num_return_sequences=0), "num_return_sequences must be a whole number"),
         (dict(early_stopping="always"), "early_stopping must be True, False or 'never', got 'always'"),
         (dict(length_penalty=float("nan")), "length_penalty must be a finite number, got nan"),
-        (dict(num_beams=61, max_new_tokens=1), "num_beams 61 exceeds the 60 different sequences"),
+        (dict(num_beams=61, max_tokens=1), "num_beams 61 exceeds the 60 different sequences"),
         (dict(num_beams=2**26), "num_beams 67108864 with a vocabulary of 60 makes .* lower num_beams"),
-        (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
+        (dict(max_tokens=300), "exceeds the model's context limit 256"),
         (dict(capacity=20), "exceeds the capacity 20: raise capacity"),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
         (dict(eos_token_ids=(60,)), "eos_token_ids holds token id 60, outside the vocabulary of 60"),
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),
-        (dict(sampling=xj.SamplingConfig(0.7)), "sampling needs a PRNG key"),
+        (dict(sampling=xj.SamplingConfig(temperature=0.7)), "sampling needs a PRNG key"),
         (
-            dict(sampling=xj.SamplingConfig(0.7), num_beams=1, key=0),
+            dict(sampling=xj.SamplingConfig(temperature=0.7), num_beams=1, key=0),
             "num_beams 1 with a temperature above 0 is plain sampling: use generate",
         ),
     ],
@@ -295,7 +299,7 @@ def test_transformers_finds_the_same(name, rules):
     early_ends = 0
     cases_of = [*itertools.product((EOS,), (True, False, "never"), (0.7, 1.0, 1.5)), ((), False, 1.0)]
     for eos, early_stopping, length_penalty in cases_of:
-        options = dict(num_beams=4, num_return_sequences=3, max_new_tokens=14)
+        options = dict(num_beams=4, num_return_sequences=3, max_tokens=14)
         options |= dict(early_stopping=early_stopping, length_penalty=length_penalty)
         ours = xj.beam_search(params, config, prompts, eos_token_ids=eos, **options)
         for prompt, sequences, scores in zip(prompts, ours.sequences, ours.scores, strict=True):
@@ -336,18 +340,18 @@ SERVED = {
     "frequency_penalty": (3, dict(frequency_penalty=0.7), dict(penalties=(0.0, 0.7))),
     "no_repeat_ngram_size 1": (0, dict(no_repeat_ngram_size=1), dict(no_repeat_ngram_size=1)),
     "no_repeat_ngram_size 2": (3, dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
-    "min_new_tokens": (0, dict(min_new_tokens=9), dict(min_new_tokens=9)),
+    "min_tokens": (0, dict(min_tokens=9), dict(min_tokens=9)),
     "all of them": (
         2,
         dict(
             logit_bias={9: 2.0}, forbidden_token_ids=(5, 6), repetition_penalty=1.2, presence_penalty=0.3,
             frequency_penalty=0.4,
-            no_repeat_ngram_size=2, min_new_tokens=3,
+            no_repeat_ngram_size=2, min_tokens=3,
         ),
         dict(
             sequence_bias={(9,): 2.0}, suppress_tokens=[5, 6], repetition_penalty=1.2, penalties=(0.3, 0.4),
             no_repeat_ngram_size=2,
-            min_new_tokens=3,
+            min_tokens=3,
         ),
     ),
     "top_k": (1, dict(HOT, top_k=2), dict(HOT, top_k=2)),
@@ -380,7 +384,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
     monkeypatch.setattr(beam_steps, "gumbel_noise", lambda *_: noise)
     # A program traced with other noise would not do, nor may another test meet this one.
     jax.clear_caches()
-    options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12)
+    options = dict(num_beams=3, num_return_sequences=3, max_tokens=12)
     eos = (2, 7, 33, 47)
     prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2] + NGRAMS
     rows, ours, _ = zip(*SERVED.values(), strict=True)

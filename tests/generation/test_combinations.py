@@ -22,13 +22,14 @@ PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13], [14, 15])  # three: a row of the
 RARER = xj.LogitsProcessor(None, lambda by_B, logits_BV, c: logits_BV - by_B[:, None] * c.seen_BV)
 BASES = {
     "one-of-each": dict(
-        sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5), xj.SamplingConfig(1.2)]
+        sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5),
+        xj.SamplingConfig(temperature=1.2)]
     ),
     "processors": dict(
         sampling=xj.SamplingConfig(
             temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1,
             presence_penalty=0.1,
-            frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0},
+            frequency_penalty=0.1, no_repeat_ngram_size=3, min_tokens=2, logit_bias={3: 1.0},
             forbidden_token_ids=(4,), xtc_probability=0.5, dry_multiplier=0.5, dry_sequence_breakers=[9],
             bad_words_ids=[[9], [6, 7, 8]],
         )
@@ -63,7 +64,7 @@ def models():
 
 
 def settings(model, base: str, extras: str = "") -> dict:
-    given = dict(max_new_tokens=6, capacity=64, sampling=xj.SamplingConfig(temperature=0.8)) | BASES[base]
+    given = dict(max_tokens=6, capacity=64, sampling=xj.SamplingConfig(temperature=0.8)) | BASES[base]
     for extra in filter(None, extras.split("+")):
         given |= _adds(model, extra, given)
     return given
@@ -73,7 +74,10 @@ def _adds(model, extra: str, given: dict) -> dict:
     if extra == "prefix":
         begun = dict(capacity=64, keep_prefix=True, cache_dtype=given.get("cache_dtype"))
         out = xj.generate(
-            model.params, model.config, [prompt[:-1] for prompt in PROMPTS], xj.GenerateOptions(1, **begun)
+            model.params,
+            model.config,
+            [prompt[:-1] for prompt in PROMPTS],
+            xj.GenerateOptions(max_tokens=1, **begun),
         )
         return dict(prefix=out.prefix)
     return {

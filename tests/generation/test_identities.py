@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
 
 MIXED = (
     xj.SamplingConfig(),
-    xj.SamplingConfig(0.9, 30, 0.9, 1.2),
-    xj.SamplingConfig(1.5),
+    xj.SamplingConfig(temperature=0.9, top_k=30, top_p=0.9, repetition_penalty=1.2),
+    xj.SamplingConfig(temperature=1.5),
     xj.SamplingConfig(repetition_penalty=1.3),
 )
 
@@ -39,7 +39,7 @@ def qwen():
 
 
 def options(**kwargs):
-    return xj.GenerateOptions(**{"max_new_tokens": 20} | kwargs)
+    return xj.GenerateOptions(**{"max_tokens": 20} | kwargs)
 
 
 full_forward = jax.jit(xj.forward, static_argnums=1)
@@ -157,22 +157,22 @@ def test_nothing_is_compiled_for_other_settings_and_rows_within_the_buckets(qwen
     rows = prompts(3, 31, 17, 25)
 
     def both(new, cut, settings, eos=(3,), stop=(), count=4):
-        asked = options(max_new_tokens=new, sampling=settings, eos_token_ids=eos, stop_token_ids=stop)
+        asked = options(max_tokens=new, sampling=settings, eos_token_ids=eos, stop_token_ids=stop)
         for call in (xj.generate, lambda *args, **kwargs: list(xj.stream(*args, **kwargs))):
             call(params, config, [row[:cut] for row in rows[:count]], asked, key=jax.random.key(cut))
 
     others = [
         xj.SamplingConfig(typical_p=0.8), xj.SamplingConfig(no_repeat_ngram_size=2),
-        xj.SamplingConfig(presence_penalty=1.0, frequency_penalty=0.5, min_new_tokens=3),
+        xj.SamplingConfig(presence_penalty=1.0, frequency_penalty=0.5, min_tokens=3),
         xj.SamplingConfig(allowed_token_ids=(5, 6), forbidden_token_ids=(7,)),
     ]  # fmt: skip
     both(30, 31, xj.SamplingConfig())
-    both(30, 31, xj.SamplingConfig(1.0))  # greedy rows compile no sampler
-    both(30, 31, xj.SamplingConfig(0.9, min_p=0.1, logit_bias={3: 1.0}))
+    both(30, 31, xj.SamplingConfig(temperature=1.0))  # greedy rows compile no sampler
+    both(30, 31, xj.SamplingConfig(temperature=0.9, min_p=0.1, logit_bias={3: 1.0}))
     with compiling.events() as compiled:
         both(30, 31, xj.SamplingConfig(), stop=(4, 5))
-        both(30, 31, xj.SamplingConfig(0.7, 20, 0.8, 1.1))
-        both(17, 17, xj.SamplingConfig(1.5), (1, 2), count=3)
+        both(30, 31, xj.SamplingConfig(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1))
+        both(17, 17, xj.SamplingConfig(temperature=1.5), (1, 2), count=3)
         both(32, 25, MIXED[1:], (), count=3)
         both(32, 31, others)
     assert compiled == []
@@ -238,9 +238,9 @@ def test_a_truncated_and_reordered_cache(qwen):
 def test_dynamic_rope_raises_past_its_original_maximum():
     config = from_hf(QWEN | dict(max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}))
     params = xj.init_params(config, jax.random.key(0))
-    assert len(xj.generate(params, config, prompts(20), options(max_new_tokens=12)).tokens[0]) == 12
+    assert len(xj.generate(params, config, prompts(20), options(max_tokens=12)).tokens[0]) == 12
     with pytest.raises(xj.InputError, match="dynamic"):
-        xj.generate(params, config, prompts(20), options(max_new_tokens=13))
+        xj.generate(params, config, prompts(20), options(max_tokens=13))
     with pytest.raises(xj.InputError, match="dynamic"):
         xj.init_cache(config, 1, 33)
     # one forward past the maximum: each row scales by its own length, as it does alone

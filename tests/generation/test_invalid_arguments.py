@@ -17,7 +17,7 @@ pytestmark = pytest.mark.oldest
 
 CONFIG = from_hf(tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63))
 PROMPT = [5, 6]
-BEAMS = dict(ids=[PROMPT, [7, 8, 9]], num_beams=2, max_new_tokens=4)  # one program for all
+BEAMS = dict(ids=[PROMPT, [7, 8, 9]], num_beams=2, max_tokens=4)  # one program for all
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def params():
 
 
 def run(params, prompts=(PROMPT,), key=None, **given) -> xj.types.GenerateOutput:
-    options = xj.GenerateOptions(**dict(max_new_tokens=2, capacity=4) | given)
+    options = xj.GenerateOptions(**dict(max_tokens=2, capacity=4) | given)
     return xj.generate(params, CONFIG, prompts, options, key=key)
 
 
@@ -40,7 +40,7 @@ def test_images_in_a_prompt_are_rejected_in_words(params):
     config = dataclasses.replace(CONFIG, placeholder_ids=config.placeholder_ids)
     assert config == CONFIG and hash(config) == hash(CONFIG)
     model = xj.Model(params, config)
-    options = xj.GenerateOptions(2, capacity=4)
+    options = xj.GenerateOptions(max_tokens=2, capacity=4)
     calls = [
         (10, "prompt 1 .*video", lambda: xj.generate(params, config, [PROMPT, [5, 10]], options)),
         (9, "prompt 0 .*image", lambda: next(xj.stream(params, config, [[9]], options))),
@@ -48,7 +48,7 @@ def test_images_in_a_prompt_are_rejected_in_words(params):
         (
             11,
             "prompt 0 .*vision_start",
-            lambda: xj.beam_search(params, config, [11], num_beams=2, max_new_tokens=2),
+            lambda: xj.beam_search(params, config, [11], num_beams=2, max_tokens=2),
         ),
         (9, "text 0 .*image", lambda: xj.embed_texts(model, [[5, 9]])),
     ]
@@ -83,7 +83,7 @@ def test_a_token_that_is_not_finite_is_an_error(broken, given):
         run(broken, **given)
     if not given:
         with pytest.raises(xj.InputError, match=NOT_FINITE):
-            list(xj.stream(broken, CONFIG, [PROMPT], xj.GenerateOptions(2, capacity=4)))
+            list(xj.stream(broken, CONFIG, [PROMPT], xj.GenerateOptions(max_tokens=2, capacity=4)))
 
 
 def spoiled(params, value, dtype="float32"):
@@ -144,18 +144,18 @@ def test_a_cache_that_overflowed_is_an_error(params):
     [
         dict(allowed_token_ids=[9], no_repeat_ngram_size=1),
         dict(allowed_token_ids=[9], no_repeat_ngram_size=1, temperature=1.0),
-        dict(allowed_token_ids=[9], min_new_tokens=2),
+        dict(allowed_token_ids=[9], min_tokens=2),
     ],
     ids=str,
 )
 def test_settings_that_leave_no_token_are_an_error(params, given):
     message = "row 0, step .: the settings leave no token"
-    if "min_new_tokens" in given:
-        message = "min_new_tokens 2 forbids .*allowed_token_ids has no others"
+    if "min_tokens" in given:
+        message = "min_tokens 2 forbids .*allowed_token_ids has no others"
     with pytest.raises(xj.InputError, match=message):
         run(
-            params, sampling=xj.SamplingConfig(**given), key=jax.random.key(0), max_new_tokens=3,
-            capacity=None, eos_token_ids=[9] if "min_new_tokens" in given else (),
+            params, sampling=xj.SamplingConfig(**given), key=jax.random.key(0), max_tokens=3,
+            capacity=None, eos_token_ids=[9] if "min_tokens" in given else (),
         )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_draft_tokens_outside_the_vocabulary_are_not_accepted(params):
 # --- types --------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = {
-    "max_new_tokens": (0, -1, 2**40, 1.5, True, "3", None, np.array([3])),
+    "max_tokens": (0, -1, 2**40, 1.5, True, "3", None, np.array([3])),
     "capacity": (0, -3, "3", 1.5, True),
     "n": (0, True, "2", None, 2**40),
     "best_of": (0, "2"),
@@ -227,9 +227,9 @@ def test_bad_options_raise(params, name, value):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (dict(max_new_tokens=3), r"prompt of 2 tokens \+ max_new_tokens 3 exceeds the capacity 4"),
-        (dict(max_new_tokens=255, capacity=None), "context limit 256"),
-        (dict(sampling=xj.SamplingConfig(0.5)), "needs a PRNG key"),
+        (dict(max_tokens=3), r"prompt of 2 tokens \+ max_tokens 3 exceeds the capacity 4"),
+        (dict(max_tokens=255, capacity=None), "context limit 256"),
+        (dict(sampling=xj.SamplingConfig(temperature=0.5)), "needs a PRNG key"),
         (dict(sampling=[xj.SamplingConfig()] * 4), "4 sampling settings for 1 prompts"),
         (dict(stop_strings=("x",)), "stop_strings need text"),
         (dict(n=3, best_of=2), "best_of must be a whole number from 3 to 65536, got 2"),
@@ -237,7 +237,7 @@ def test_bad_options_raise(params, name, value):
 )
 def test_options_that_do_not_fit_raise(params, given, message):
     """Of a stream before its first token is asked for."""
-    options = xj.GenerateOptions(**dict(max_new_tokens=2, capacity=4) | given)
+    options = xj.GenerateOptions(**dict(max_tokens=2, capacity=4) | given)
     for call in (xj.generate, xj.stream):
         with pytest.raises(xj.InputError, match=message):
             call(params, CONFIG, [PROMPT], options)
@@ -273,7 +273,7 @@ BAD_KEYS = (
 @pytest.mark.parametrize("key", BAD_KEYS, ids=repr)
 def test_bad_keys_raise(params, key):
     with pytest.raises(xj.InputError, match="^keys? "):
-        run(params, key=key, sampling=xj.SamplingConfig(0.7))
+        run(params, key=key, sampling=xj.SamplingConfig(temperature=0.7))
 
 
 BAD_SETTINGS = {
@@ -343,20 +343,20 @@ def test_bad_arguments_of_decode_step_raise(params, token_B, rows, message):
 
 BAD_LOOPS = {
     **{
-        f"new {value!r}": (dict(max_new_tokens=value), "max_new_tokens must be a whole number of at least 1")
+        f"new {value!r}": (dict(max_tokens=value), "max_tokens must be a whole number of at least 1")
         for value in (0, 1.5, True, "3", jnp.array(2.0))
     },
-    "new of rows": (dict(max_new_tokens=np.array([3, 3])), "max_new_tokens must be an array of integers"),
+    "new of rows": (dict(max_tokens=np.array([3, 3])), "max_tokens must be an array of integers"),
     **{
         f"size {value!r}": (dict(output_size=value), "output_size must be a whole number of at least 1")
         for value in (0, 1.5)
     },
     "logits": (dict(logits_BV=np.zeros((1, 63), np.float32)), r"floats of the shape \[rows, 64\]"),
     "rows": (dict(cache=xj.init_cache(CONFIG, 2, 8)), "a cache of 2 rows for 1"),
-    "capacity": (dict(max_new_tokens=10), "9 tokens exceed the cache's capacity 8"),
+    "capacity": (dict(max_tokens=10), "9 tokens exceed the cache's capacity 8"),
     "key": (dict(row_key_B=0), "key must come from"),
     "settings": (dict(sampling_B={}), "sampling must be"),
-    "a setting": (dict(sampling_B=xj.SamplingConfig("0.7")), "temperature must be"),
+    "a setting": (dict(sampling_B=xj.SamplingConfig(temperature="0.7")), "temperature must be"),
     "eos": (dict(eos_ids=5), "eos_ids must be an array of integers"),
     "eos outside": (dict(eos_ids=np.array([64])), "token id 64 is outside"),
     "seen": (
@@ -370,7 +370,7 @@ BAD_LOOPS = {
 def loop(params, **given):
     call = dict(
         logits_BV=np.zeros((1, 64), np.float32), cache=xj.init_cache(CONFIG, 1, 8),
-        row_key_B=np.zeros(2, np.uint32), sampling_B=xj.SamplingConfig(), eos_ids=[], max_new_tokens=4,
+        row_key_B=np.zeros(2, np.uint32), sampling_B=xj.SamplingConfig(), eos_ids=[], max_tokens=4,
     )  # fmt: skip
     return xj.decode_loop(params, CONFIG, **call | given)
 
@@ -384,8 +384,8 @@ def test_bad_arguments_of_decode_loop_raise(params, name):
 
 def test_decode_loop_checks_shapes_in_a_trace(params):
     for given in (jnp.zeros(2, int), jnp.zeros(())):
-        with pytest.raises(xj.InputError, match="max_new_tokens must be"):
-            jax.eval_shape(lambda new: loop(params, max_new_tokens=new, output_size=4).tokens_BT, given)
+        with pytest.raises(xj.InputError, match="max_tokens must be"):
+            jax.eval_shape(lambda new: loop(params, max_tokens=new, output_size=4).tokens_BT, given)
 
 
 @pytest.mark.full

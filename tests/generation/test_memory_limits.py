@@ -65,21 +65,23 @@ def needed_bytes(call) -> int:
     return int(re.search(r"need ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
 
 
-MANY = xj.GenerateOptions(max_new_tokens=5 * 10**8)
+MANY = xj.GenerateOptions(max_tokens=5 * 10**8)
 CALLS = {
     "generate": lambda model: xj.generate(model.params, model.config, [[1]], MANY),
     "stream": lambda model: next(xj.stream(model.params, model.config, [[1]], MANY)),
     "text": lambda model: xj.generate_text(model, "Hi", MANY),
-    "beam_search": lambda model: xj.beam_search(model.params, model.config, [1], max_new_tokens=5 * 10**8),
+    "beam_search": lambda model: xj.beam_search(model.params, model.config, [1], max_tokens=5 * 10**8),
     "cache": lambda model: xj.init_cache(model.config, 1, 5 * 10**8),
     "int4 cache": lambda model: xj.init_cache(model.config, 1, 5 * 10**8, "int4"),
     "capacity": lambda model: xj.generate(
         model.params, model.config, [[1]], xj.GenerateOptions(capacity=5 * 10**8)
     ),
     "logits": lambda model: xj.generate(
-        model.params, model.config, [[1]], xj.GenerateOptions(2**25, logits=True)
+        model.params, model.config, [[1]], xj.GenerateOptions(max_tokens=2**25, logits=True)
     ),
-    "answers": lambda model: xj.generate(model.params, model.config, [[1]], xj.GenerateOptions(2**20, n=100)),
+    "answers": lambda model: xj.generate(
+        model.params, model.config, [[1]], xj.GenerateOptions(max_tokens=2**20, n=100)
+    ),
 }
 
 
@@ -94,7 +96,7 @@ def test_bytes_of_a_call(model, small):
     small(0)
 
     def need(**options):
-        options = xj.GenerateOptions(1000, capacity=1024, **options)
+        options = xj.GenerateOptions(max_tokens=1000, capacity=1024, **options)
         return needed_bytes(lambda: xj.generate(model.params, model.config, [[1]], options))
 
     cache = cache_bytes(model.config, 1, 1024, "float32")
@@ -107,9 +109,7 @@ def test_bytes_of_a_call(model, small):
     assert need(n=3) == need(n=4)  # rows come in powers of two
     assert need(logits=True) == alone + 1024 * 4 * model.config.vocab_size
     beams = needed_bytes(
-        lambda: xj.beam_search(
-            model.params, model.config, [1], num_beams=4, max_new_tokens=1000, capacity=1024
-        )
+        lambda: xj.beam_search(model.params, model.config, [1], num_beams=4, max_tokens=1000, capacity=1024)
     )
     assert beams == need(n=4)
 
@@ -193,7 +193,7 @@ def test_plan_of_a_call_bounds_what_its_programs_need(name, monkeypatch):
     rows, tokens = (4, 20) if name in ("bfloat16", "windows") else (1, 100)
     config = from_hf(hf)
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype, quantize))
-    options = xj.GenerateOptions(100, SamplingConfig(temperature=1.0), eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=100, sampling=SamplingConfig(temperature=1.0), eos_token_ids=())
     call = validate_call(params, config, [[0] * tokens] * rows, options, jax.random.key(0))
     monkeypatch.setattr("xinfer_jax.generation.batch_arrays.executor_class", lambda _: TracedExecutor)
     plan = generation_plan(call, call.rows)

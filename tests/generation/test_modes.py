@@ -47,7 +47,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [11, 12]]
 EOS = np.array([2], np.int32)
 SETTINGS = xj.SamplingConfig(
     temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.1, min_p=0.01, typical_p=0.95,
-    presence_penalty=0.1, frequency_penalty=0.2, no_repeat_ngram_size=4, min_new_tokens=2,
+    presence_penalty=0.1, frequency_penalty=0.2, no_repeat_ngram_size=4, min_tokens=2,
     xtc_probability=0.5, xtc_threshold=0.05, dry_multiplier=0.8, dry_base=1.7, dry_allowed_length=1,
     dry_penalty_last_n=30, dry_sequence_breakers=[7], logit_bias={3: -1.0},
     allowed_token_ids=list(range(60)), forbidden_token_ids=[70], bad_words_ids=[[5, 6], [9]],
@@ -136,8 +136,8 @@ def test_functions_in_a_trace(name):
 
 # --- calls that run -----------------------------------------------------------------------------------------
 
-NEW = dict(max_new_tokens=3)
-SAMPLED = xj.SamplingConfig(0.8)
+NEW = dict(max_tokens=3)
+SAMPLED = xj.SamplingConfig(temperature=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def files(models):
 
 def beams(models):
     model = models["windows"]
-    return xj.beam_search(model.params, model.config, PROMPTS, num_beams=2, max_new_tokens=3).sequences
+    return xj.beam_search(model.params, model.config, PROMPTS, num_beams=2, max_tokens=3).sequences
 
 
 def texts(models):

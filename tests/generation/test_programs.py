@@ -42,7 +42,7 @@ def layers(count: int, **given):
 
 
 def options(**given) -> xj.GenerateOptions:
-    return xj.GenerateOptions(**dict(max_new_tokens=4, eos_token_ids=(), capacity=64) | given)
+    return xj.GenerateOptions(**dict(max_tokens=4, eos_token_ids=(), capacity=64) | given)
 
 
 def streamed(model, prompts=(PROMPT,), **given):
@@ -63,7 +63,7 @@ def test_programs_that_each_call_compiles(model):
     table = [
         ("a stream", {}, FIRST),
         ("the same again", {}, {}),
-        ("another length of the answer", dict(max_new_tokens=9), {}),
+        ("another length of the answer", dict(max_tokens=9), {}),
         ("a sampled answer", dict(sampling=WARM), dict(_sample=1)),
         ("other plain settings", dict(sampling=xj.SamplingConfig(repetition_penalty=1.1)), {}),
         ("any other settings", dict(sampling=FULL), dict(_sample=1, _append=1)),
@@ -85,25 +85,25 @@ def test_programs_that_each_call_compiles(model):
         kept = xj.generate(*model, [PROMPT], options(keep_prefix=True)).prefix
     assert ours(seen) == {}, "a short call of generate runs the programs of a stream"
     with compiling.programs() as seen:
-        xj.generate(*model, [PROMPT] * 2, options(max_new_tokens=129, capacity=256))  # 2 x 129 > 256
+        xj.generate(*model, [PROMPT] * 2, options(max_tokens=129, capacity=256))  # 2 x 129 > 256
     assert seen["decode"] == 1, "a long one decodes in one loop"
     with compiling.programs() as seen:
         xj.generate(*model, [[*PROMPT, 3]], options(keep_prefix=True, prefix=kept, capacity=None))
     assert ours(seen) == {}, "a prefix changes no program"
     with compiling.programs() as seen:
-        xj.beam_search(*model, PROMPT, num_beams=2, max_new_tokens=4, capacity=64)
+        xj.beam_search(*model, PROMPT, num_beams=2, max_tokens=4, capacity=64)
     assert ours(seen) == dict(_first=1, _next=1, _embed=1, _reorder_tail=1), "two rows that are reordered"
 
 
 @pytest.mark.parametrize(
     "prompts, given, in_one_loop",
     [
-        (1, dict(max_new_tokens=256), False),
-        (8, dict(max_new_tokens=33), True),
-        (5, dict(max_new_tokens=33), True),  # five rows are padded to eight
-        (1, dict(max_new_tokens=33, n=8), True),
-        (1, dict(max_new_tokens=300, draft="lookup"), True),
-        (1, dict(max_new_tokens=16, draft="lookup", logprobs=2, keep_prefix=True), False),
+        (1, dict(max_tokens=256), False),
+        (8, dict(max_tokens=33), True),
+        (5, dict(max_tokens=33), True),  # five rows are padded to eight
+        (1, dict(max_tokens=33, n=8), True),
+        (1, dict(max_tokens=300, draft="lookup"), True),
+        (1, dict(max_tokens=16, draft="lookup", logprobs=2, keep_prefix=True), False),
     ],
 )
 def test_arguments_choose_the_executor(monkeypatch, prompts, given, in_one_loop):
@@ -133,9 +133,9 @@ def test_no_step_follows_the_last_token(model, monkeypatch):
     calls = []
     monkeypatch.setattr(LayerwiseExecutor, "forward", lambda *args: calls.append(0) or forward(*args))
     for decode in (xj.generate, lambda *args: list(xj.stream(*args))):
-        decode(*model, [PROMPT], options(max_new_tokens=6))  # a dry run, too, where it compiles
+        decode(*model, [PROMPT], options(max_tokens=6))  # a dry run, too, where it compiles
         calls.clear()
-        decode(*model, [PROMPT], options(max_new_tokens=6))
+        decode(*model, [PROMPT], options(max_tokens=6))
         assert len(calls) == 5
 
 
@@ -276,7 +276,7 @@ def test_a_compilation_error_is_raised_once(model, monkeypatch):
     [
         dict(prompts=[PROMPT, LONG, [3]], sampling=WARM),
         dict(sampling=FULL, logprobs=2, n=2),
-        dict(draft="lookup", max_new_tokens=12),
+        dict(draft="lookup", max_tokens=12),
         dict(cache_dtype="int4"),
         dict(use_cache=False),
         dict(prompts=[LONG * 3], capacity=None, eos_token_ids=(7, 9)),
@@ -298,7 +298,7 @@ def test_both_executors_return_the_same_tokens(model, given, monkeypatch):
 def test_the_same_call_has_the_same_bits_cold_and_warm():
     """Whatever was compiled before it."""
     model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)
-    calls = [([PROMPT], options(max_new_tokens=12)), ([PROMPT], options(max_new_tokens=300, capacity=512))]
+    calls = [([PROMPT], options(max_tokens=12)), ([PROMPT], options(max_tokens=300, capacity=512))]
 
     def bits():
         return [xj.generate(*model, *call).logprobs for call in calls]

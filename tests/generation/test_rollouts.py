@@ -62,7 +62,7 @@ def test_each_row_has_its_limit():
     assert clipped.tokens_BT.shape == (2, 5) and clipped.length_B.tolist() == [5, 5]
     traced = jax.jit(lambda limit_B: rollout(limit_B, output_size=6))(np.array([2, 6]))
     np.testing.assert_array_equal(traced.tokens_BT, out.tokens_BT)
-    for bad, message in ((np.array([0, 6]), "max_new_tokens: 0"), (np.array([1, 2, 3]), "max_new_tokens")):
+    for bad, message in ((np.array([0, 6]), "max_tokens: 0"), (np.array([1, 2, 3]), "max_tokens")):
         with pytest.raises(xj.InputError, match=message):
             rollout(bad)
 

@@ -36,7 +36,7 @@ def model() -> xj.Model:
 
 
 def options_of(**given) -> xj.GenerateOptions:
-    return xj.GenerateOptions(**dict(max_new_tokens=9, eos_token_ids=(), sampling=WARM) | given)
+    return xj.GenerateOptions(**dict(max_tokens=9, eos_token_ids=(), sampling=WARM) | given)
 
 
 def test_prefill_chunks_fit_the_cache(model):
@@ -51,16 +51,16 @@ def test_a_row_joins_others_that_continue(model):
     """
     params = model.params
     config = model.config
-    given = dict(capacity=64, sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)
+    given = dict(capacity=64, sampling=xj.SamplingConfig(temperature=0.9, min_p=0.02), logprobs=2)
     keys = jax.random.split(jax.random.key(3), 3)
     alone = []
     for i, new in enumerate((14, 3, 8)):
-        options = options_of(max_new_tokens=new, **given)
+        options = options_of(max_tokens=new, **given)
         alone.append(xj.generate(params, config, [PROMPTS[i]], options, key=keys[i : i + 1]))
 
     def begin(prompts, limits, keys, cache, rows):
         """Rows with these limits and their first tokens, prefilled into these rows of the cache."""
-        options = options_of(max_new_tokens=14, **given)
+        options = options_of(max_tokens=14, **given)
         state = initial_state(validate_call(params, config, prompts, options, keys), np.arange(len(prompts)))
         tokens_BT = np.zeros((2, 16), np.int32)
         num_tokens_B = np.zeros(2, np.int32)
@@ -106,7 +106,7 @@ def test_only_allowed_tokens_are_sampled():
 
 
 def test_context_appends_tokens_and_is_reordered():
-    rows = settings_per_row(xj.SamplingConfig(min_new_tokens=2), 2, V)
+    rows = settings_per_row(xj.SamplingConfig(min_tokens=2), 2, V)
     seen_BV = np.zeros((2, V), bool)
     history_BS = np.zeros((2, 6), np.int32)
     context = init_context(rows, np.array([1, 2]), np.full((2, 1), -1), seen_BV, history_BS)

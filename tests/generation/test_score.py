@@ -160,7 +160,7 @@ def test_generate_returns_the_same_log_probabilities(bundled):
     questions = ("What is the capital of France?", "What is the capital of Spain?", "Hello")
     prompts = [tok.encode(tok.apply_chat_template([{"role": "user", "content": text}])) for text in questions]
     sampling = xj.SamplingConfig(temperature=1.3, top_p=0.95)
-    options = xj.GenerateOptions(max_new_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
+    options = xj.GenerateOptions(max_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
     out = xj.generate(params, config, prompts, options, key=jax.random.key(2))
     assert "eos" in out.finish_reason
     ends = [list(options.eos_token_ids) if reason == "eos" else [] for reason in out.finish_reason]
@@ -168,7 +168,7 @@ def test_generate_returns_the_same_log_probabilities(bundled):
     scores = xj.score_completions(params, config, prompts, completions)
     for ours, theirs in zip(scores, out.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    for again in (xj.score_completions(params, config, prompts, completions, batch_size=n) for n in (1, 2)):
+    for again in (xj.score_completions(params, config, prompts, completions, rows=n) for n in (1, 2)):
         chex.assert_trees_all_close(again, scores, atol=1e-5)
     tokens_BT = np.array([prompts[0] + completions[0]])
     np.testing.assert_allclose(
@@ -185,7 +185,7 @@ def test_scores_of_quantized_and_16_bit_weights(weights, bound):
     config = model.config
     tok = model.tokenizer
     prompt = tok.encode("What is the capital of France?")
-    out = xj.generate(params, config, [prompt], xj.GenerateOptions(8, eos_token_ids=()))
+    out = xj.generate(params, config, [prompt], xj.GenerateOptions(max_tokens=8, eos_token_ids=()))
     tokens_BT = np.array([prompt + out.tokens[0]])
     got_BT = xj.score(params, config, tokens_BT)
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
@@ -248,7 +248,7 @@ def test_bad_arguments_of_score_raise(qwen, tokens, more, named):
         ([[1]], [[96]], {}, "completion 0 holds token id 96"),
         ([[]], [[1]], {}, "prompt 0"),
         ([[1] * 1000], [[1] * 25], {}, "1025 tokens exceed the model's context limit 1024"),
-        ([[1]], [[1]], dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        ([[1]], [[1]], dict(rows=0), "rows must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments_of_score_completions_raise(qwen, prompts, completions, more, named):

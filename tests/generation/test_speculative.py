@@ -27,7 +27,7 @@ pytestmark = pytest.mark.oldest
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9, 7, 8, 9, 7], [30])
 MIXED = (
     xj.SamplingConfig(),
-    xj.SamplingConfig(0.8, 40, 0.95, 1.2, frequency_penalty=0.3),
+    xj.SamplingConfig(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3),
     xj.SamplingConfig(temperature=1.0, no_repeat_ngram_size=3, min_p=0.02),
 )
 
@@ -51,7 +51,7 @@ def sevens(history_BS, length_B, count):
 
 
 def run(model, prompts=PROMPTS, **given) -> xj.types.GenerateOutput:
-    options = xj.GenerateOptions(**dict(max_new_tokens=24, eos_token_ids=()) | given)
+    options = xj.GenerateOptions(**dict(max_tokens=24, eos_token_ids=()) | given)
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
@@ -79,10 +79,14 @@ def test_a_draft_that_is_always_accepted(model, drafts):
     """Draft tokens are sampled with the same noise. So those of the model itself are always accepted, if the
     settings do not depend on earlier tokens.
     """
-    settings = [xj.SamplingConfig(), xj.SamplingConfig(temperature=1.0), xj.SamplingConfig(0.7, 20, 0.9)]
-    out = run(model, sampling=settings, draft=drafts["itself"], draft_tokens=4, max_new_tokens=21)
+    settings = [
+        xj.SamplingConfig(),
+        xj.SamplingConfig(temperature=1.0),
+        xj.SamplingConfig(temperature=0.7, top_k=20, top_p=0.9),
+    ]
+    out = run(model, sampling=settings, draft=drafts["itself"], draft_tokens=4, max_tokens=21)
     assert out.stats.acceptance == [1.0] * 3 and out.stats.passes == [4] * 3
-    wrong = run(model, sampling=settings, draft=drafts["random"], draft_tokens=4, max_new_tokens=21)
+    wrong = run(model, sampling=settings, draft=drafts["random"], draft_tokens=4, max_tokens=21)
     assert max(wrong.stats.acceptance) < 0.2
 
 
@@ -91,7 +95,7 @@ def test_a_draft_that_is_always_accepted(model, drafts):
 def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, draft):
     keys = jax.random.split(jax.random.key(1), 2)
     given = dict(
-        max_new_tokens=16, eos_token_ids=(), draft=drafts[draft], sampling=xj.SamplingConfig(temperature=0.9)
+        max_tokens=16, eos_token_ids=(), draft=drafts[draft], sampling=xj.SamplingConfig(temperature=0.9)
     )
     options = xj.GenerateOptions(**given)
     batch = xj.generate(model.params, model.config, PROMPTS[:2], options, key=keys)
@@ -127,19 +131,25 @@ SIZE = 12  # columns of the output
 NOTED = 2  # tokens that were sampled before the first of them
 ALLOWED = [3, EOS, 20, 150, 299]
 PLAIN = [
-    xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.0),
-    xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(repetition_penalty=3.0),
-    xj.SamplingConfig(1.0, 30, repetition_penalty=3.0), xj.SamplingConfig(0.7, 66, 0.9),
-    xj.SamplingConfig(1.0, 64),
+    xj.SamplingConfig(), xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8),
+    xj.SamplingConfig(temperature=1.0), xj.SamplingConfig(temperature=0.9, top_k=0, top_p=0.9),
+    xj.SamplingConfig(repetition_penalty=3.0), xj.SamplingConfig(temperature=1.0, top_k=30,
+    repetition_penalty=3.0), xj.SamplingConfig(temperature=0.7, top_k=66, top_p=0.9),
+    xj.SamplingConfig(temperature=1.0, top_k=64),
 ]  # fmt: skip
 ALL = [
-    xj.SamplingConfig(presence_penalty=4.0), xj.SamplingConfig(1.0, 20, frequency_penalty=3.0),
-    xj.SamplingConfig(no_repeat_ngram_size=2), xj.SamplingConfig(1.0, bad_words_ids=[[3], [20, 150], [7]]),
-    xj.SamplingConfig(min_new_tokens=5), xj.SamplingConfig(1.0, 20, min_p=0.02, logit_bias={3: 9.0}),
-    xj.SamplingConfig(1.0, allowed_token_ids=ALLOWED, xtc_probability=0.5, xtc_threshold=0.02),
-    xj.SamplingConfig(1.0, 40, typical_p=0.7, dry_multiplier=3.0, dry_allowed_length=0),
+    xj.SamplingConfig(presence_penalty=4.0), xj.SamplingConfig(temperature=1.0, top_k=20,
+    frequency_penalty=3.0), xj.SamplingConfig(no_repeat_ngram_size=2), xj.SamplingConfig(temperature=1.0,
+    bad_words_ids=[[3], [20, 150], [7]]), xj.SamplingConfig(min_tokens=5), xj.SamplingConfig(temperature=1.0,
+    top_k=20, min_p=0.02, logit_bias={3: 9.0}), xj.SamplingConfig(temperature=1.0, allowed_token_ids=ALLOWED,
+    xtc_probability=0.5, xtc_threshold=0.02), xj.SamplingConfig(temperature=1.0, top_k=40, typical_p=0.7,
+    dry_multiplier=3.0, dry_allowed_length=0),
 ]  # fmt: skip
-COMMON = [xj.SamplingConfig(0.8, 20, 0.8, 1.5, min_p=0.02, logit_bias={3: 2.0})] * B  # from candidates
+COMMON = [
+    xj.SamplingConfig(
+        temperature=0.8, top_k=20, top_p=0.8, repetition_penalty=1.5, min_p=0.02, logit_bias={3: 2.0}
+    )
+] * B  # from candidates
 
 
 def rows_before(settings: list, logprobs: bool, wanted: bool, V: int = V):
@@ -225,7 +235,7 @@ def test_hidden_states_give_the_tokens_of_their_logits():
     in_turn = program(False)
     draft = np.asarray(jnp.argmax(logits[:, :2], -1)).astype(np.int32)
     draft[5, 1] += 1
-    for sampling in (xj.SamplingConfig(), xj.SamplingConfig(1.0, 20)):
+    for sampling in (xj.SamplingConfig(), xj.SamplingConfig(temperature=1.0, top_k=20)):
         state = rows_before([sampling] * B, False, False, config.vocab_size)
         assert_equal(from_hidden(hidden, state, draft), in_turn(logits, state, draft))
 

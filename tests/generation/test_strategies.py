@@ -22,7 +22,7 @@ def model():
 
 
 def options(**given) -> xj.GenerateOptions:
-    return xj.GenerateOptions(**dict(max_new_tokens=12, eos_token_ids=()) | given)
+    return xj.GenerateOptions(**dict(max_tokens=12, eos_token_ids=()) | given)
 
 
 def run(model, prompts=PROMPTS, key=0, **given) -> xj.types.GenerateOutput:
@@ -116,7 +116,7 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.mark.parametrize("stop", [" France", "tal of Fr", "T"])
 def test_the_text_ends_before_a_stop_string(model, stop):
-    given = dataclasses.replace(options(max_new_tokens=16), stop_strings=("nowhere", stop))
+    given = dataclasses.replace(options(max_tokens=16), stop_strings=("nowhere", stop))
     pieces = xj.stream_text(model, QUESTION, given)
     text = "".join(pieces)
     out = pieces.output

@@ -22,7 +22,7 @@ def model(good) -> xj.Model:
 
 
 def test_generate_text_and_stream_text(model):
-    options = xj.GenerateOptions(max_new_tokens=16)
+    options = xj.GenerateOptions(max_tokens=16)
     stream = xj.stream_text(model, QUESTION, options)
     chunks = list(stream)
     out = stream.output
@@ -50,7 +50,7 @@ def test_a_conversation_is_encoded_as_its_template_says(model):
 # Sampling makes three different answers. Prompts have 33 to 64 ids, also with a system message: few programs.
 TALK = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
 PROMPTS = [QUESTION, TALK, "And is this what you said?"]
-SAMPLED = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
+SAMPLED = xj.GenerateOptions(max_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
 
 
 def one_by_one(model, options, **more) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_list_of_prompts_gives_a_list(model):
     texts = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
     assert isinstance(texts, list) and texts == one_by_one(model, SAMPLED) and len(set(texts)) == 3
     assert texts == xj.generate_text(model, tuple(PROMPTS), SAMPLED, key=jax.random.key(5))
-    greedy = xj.GenerateOptions(max_new_tokens=16)
+    greedy = xj.GenerateOptions(max_tokens=16)
     assert xj.generate_text(model, TALK, greedy) == ANSWER  # a list of messages is one conversation
     assert xj.generate_text(model, [TALK], greedy) == [ANSWER]
 
@@ -84,7 +84,7 @@ def test_a_list_with_stop_strings(model):
 
 def test_the_stop_string_completed_first_counts(model):
     """In a single prompt and in a list."""
-    options = xj.GenerateOptions(max_new_tokens=16, stop_strings=("Yes,", "e"))
+    options = xj.GenerateOptions(max_tokens=16, stop_strings=("Yes,", "e"))
     assert xj.generate_text(model, QUESTION, options) == "Y"
     assert list(xj.stream_text(model, QUESTION, options)) == ["Y"]
     assert xj.generate_text(model, [QUESTION], options) == ["Y"]
@@ -93,8 +93,8 @@ def test_the_stop_string_completed_first_counts(model):
 @pytest.mark.full
 def test_min_new_tokens_holds_against_stop_strings(model):
     """Also in a list with several numbers, and in an engine."""
-    stops = dict(max_new_tokens=16, stop_strings=("e", "🚀"))
-    settings = [xj.SamplingConfig(min_new_tokens=count) for count in (1, 2, 11, 12)]
+    stops = dict(max_tokens=16, stop_strings=("e", "🚀"))
+    settings = [xj.SamplingConfig(min_tokens=count) for count in (1, 2, 11, 12)]
     wanted = ["Y", "Yes, 你", "Yes, 你", ANSWER]  # the rocket is complete with the 12th token
     assert xj.generate_text(model, [QUESTION] * 4, xj.GenerateOptions(sampling=settings, **stops)) == wanted
     options = xj.GenerateOptions(sampling=settings[2], **stops)
@@ -109,7 +109,7 @@ def test_system_and_raw_apply_to_each_prompt(model):
     assert texts == one_by_one(model, SAMPLED, system="Be brief.")
     assert texts != xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
     lines = [f"{letter * 40}\n" for letter in "xyz"]
-    assert xj.generate_text(model, lines, xj.GenerateOptions(max_new_tokens=16), raw=True) == [ANSWER] * 3
+    assert xj.generate_text(model, lines, xj.GenerateOptions(max_tokens=16), raw=True) == [ANSWER] * 3
     with pytest.raises(xj.InputError, match="prompt 1: raw takes a text"):
         xj.generate_text(model, PROMPTS, raw=True)
 
@@ -158,7 +158,7 @@ def test_matching_stop_strings_takes_linear_time(model):
     )
     for wrong in (["a"] * 65, ["a" * 257]):
         with pytest.raises(xj.InputError, match="64 of at most 256"):
-            xj.generate_text(model, "Hello", xj.GenerateOptions(1, stop_strings=wrong))
+            xj.generate_text(model, "Hello", xj.GenerateOptions(max_tokens=1, stop_strings=wrong))
 
 
 @given(

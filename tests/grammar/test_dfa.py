@@ -121,7 +121,7 @@ def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
             xj.grammar.choice(TEXTS, tokenizer=model.tokenizer),
             None,
         ]
-        given = xj.GenerateOptions(24, sampling, capacity=CAPACITY, grammar=grammars)
+        given = xj.GenerateOptions(max_tokens=24, sampling=sampling, capacity=CAPACITY, grammar=grammars)
         want = xj.generate(model.params, config, PROMPTS, given, key=KEYS).tokens
         found = np.asarray(run(model.params, temperature, dfas))
         assert [[i for i in row[: len(ids)]] for row, ids in zip(found, want, strict=True)] == want
@@ -149,7 +149,9 @@ def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
 
         def ask():
             asked = [xj.grammar.regex(r"[a-z]{40}"), xj.grammar.regex(PATTERN), None]
-            given = [xj.GenerateOptions(60, HOT, grammar=grammar, n=2) for grammar in asked]
+            given = [
+                xj.GenerateOptions(max_tokens=60, sampling=HOT, grammar=grammar, n=2) for grammar in asked
+            ]
             outs = [engine.submit(p, o, key=k).result() for p, o, k in zip(PROMPTS, given, KEYS, strict=True)]
             return [(out.tokens, out.logprobs) for out in outs]
 

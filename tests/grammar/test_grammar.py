@@ -43,7 +43,7 @@ def engine(model):
 
 
 def options(model, grammar, **more):
-    return xj.GenerateOptions(24, capacity=CAPACITY, grammar=bound(model, grammar), **more)
+    return xj.GenerateOptions(max_tokens=24, capacity=CAPACITY, grammar=bound(model, grammar), **more)
 
 
 def bound(model, grammar):
@@ -91,7 +91,7 @@ def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, gramma
     out = xj.generate(model.params, model.config, PROMPTS, given, key=KEYS)
     stream = xj.stream(model.params, model.config, PROMPTS, given, key=KEYS)
     assert [*stream] and stream.output.tokens == out.tokens
-    own = xj.GenerateOptions(24, sampling, grammar=bound(model, grammar))
+    own = xj.GenerateOptions(max_tokens=24, sampling=sampling, grammar=bound(model, grammar))
     served = [engine.submit(p, own, key=key[None]) for p, key in zip(PROMPTS, KEYS, strict=True)]
     assert out.tokens == [ids for ids, _ in want] and set(out.finish_reason) == {"eos"}
     for row, (_, logprobs) in zip(out.logprobs, want, strict=True):
@@ -120,14 +120,14 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
                 np.testing.assert_allclose(row, logprobs, atol=2e-5)
         shape = dict(rows=rows, capacity=CAPACITY, pages=9, chunk=64)
         engine = xj.Engine(model, draft="lookup", draft_tokens=2, **shape)
-        own = xj.GenerateOptions(24, sampling, grammar=bound(model, grammar))
+        own = xj.GenerateOptions(max_tokens=24, sampling=sampling, grammar=bound(model, grammar))
         assert [out.tokens[0] for out in engine.generate(PROMPTS, own, key=KEYS)] == want.tokens
         repeats = (
             xj.grammar.lark("start: /(abc|abd){12}/")
             if grammar == "lark"
             else xj.grammar.regex("(abc|abd){12}")
         )
-        long = xj.GenerateOptions(60, sampling, grammar=repeats)
+        long = xj.GenerateOptions(max_tokens=60, sampling=sampling, grammar=repeats)
         (out,) = engine.generate([[5]], long, key=KEYS[0])
         assert out.stats.acceptance[0] > 0 and re.fullmatch("(abc|abd){12}", decode(model, out.tokens[0]))
 
@@ -144,14 +144,14 @@ def test_other_rows_keep_their_tokens_and_bits(model, engine):
     assert outs[0].tokens[1] == outs[1].tokens[1] and outs[0].logprobs[1] == outs[1].logprobs[1]
     assert outs[0].tokens[2] == outs[1].tokens[2] and outs[0].logprobs[2] == outs[1].logprobs[2]
     assert outs[0].tokens[0] != outs[1].tokens[0]
-    constrained = xj.GenerateOptions(24, HOT, grammar=xj.grammar.regex(r"\d{20}"), n=2)
+    constrained = xj.GenerateOptions(max_tokens=24, sampling=HOT, grammar=xj.grammar.regex(r"\d{20}"), n=2)
     by_masks = dataclasses.replace(constrained, grammar=xj.grammar.lark("start: /[0-9]{20}/"))
     alone, beside = [], []
     for found, others in ((alone, 0), (beside, 1)):
         more = [engine.submit([3], constrained, key=KEYS[0]) for _ in range(others)]
         masked = [engine.submit([3], by_masks, key=KEYS[0]) for _ in range(others)]
         for prompt, one, key in zip(PROMPTS, sampling, KEYS, strict=True):
-            request = engine.submit(prompt, xj.GenerateOptions(24, one), key=key)
+            request = engine.submit(prompt, xj.GenerateOptions(max_tokens=24, sampling=one), key=key)
             found.append((request.result().tokens, request.result().logprobs))
         texts = [decode(model, ids) for request in more for ids in request.result().tokens]
         assert all(re.fullmatch(r"\d{20}", text) for text in texts) and len({*texts}) == len(texts)
@@ -164,7 +164,7 @@ def test_other_rows_keep_their_tokens_and_bits(model, engine):
 @pytest.mark.full
 def test_preempted_rows_continue_their_grammars(model, engine):
     """Rows that lose their slots to urgent ones continue with the same tokens."""
-    long = xj.GenerateOptions(100, HOT, grammar=xj.grammar.lark("start: /[a-c]{70}/"))
+    long = xj.GenerateOptions(max_tokens=100, sampling=HOT, grammar=xj.grammar.lark("start: /[a-c]{70}/"))
     prompts = [*zip(PROMPTS, KEYS, strict=True)] * 2
     alone = [engine.submit(prompt, long, key=key).result().tokens for prompt, key in prompts]
     before = engine.stats.preemptions
@@ -182,11 +182,11 @@ def test_answers_are_valid(model, engine):
     for i, schema in enumerate(grammar_inputs.schemas(12)):
         for sampling in (xj.SamplingConfig(), HOT):
             grammar = xj.grammar.json_schema(schema)
-            given = xj.GenerateOptions(CAPACITY - 8, sampling, grammar=grammar)
+            given = xj.GenerateOptions(max_tokens=CAPACITY - 8, sampling=sampling, grammar=grammar)
             request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
             ended.append((request, lambda text, schema=schema: jsonschema.validate(json.loads(text), schema)))
     for i, pattern in enumerate(grammar_inputs.regexes(24)):
-        given = xj.GenerateOptions(CAPACITY - 8, HOT, grammar=xj.grammar.regex(pattern))
+        given = xj.GenerateOptions(max_tokens=CAPACITY - 8, sampling=HOT, grammar=xj.grammar.regex(pattern))
         request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
         check = lambda text, pattern=pattern: re.fullmatch(pattern, text, re.ASCII) or pytest.fail(pattern)  # noqa: E731
         ended.append((request, check))
@@ -205,7 +205,7 @@ def test_processors_and_a_grammar_together(model, engine):
     """Stop ids, biases and log-probabilities; what leaves no token is an error."""
     biased = xj.SamplingConfig(logit_bias={i: -np.inf for i in model.tokenizer.encode("y")})
     out = engine.submit(
-        [5], xj.GenerateOptions(24, biased, grammar=xj.grammar.choice(TEXTS), logprobs=4)
+        [5], xj.GenerateOptions(max_tokens=24, sampling=biased, grammar=xj.grammar.choice(TEXTS), logprobs=4)
     ).result()
     assert decode(model, out.tokens[0]) in TEXTS[2:]
     first = out.alternatives[0][0]
@@ -213,25 +213,29 @@ def test_processors_and_a_grammar_together(model, engine):
     assert all(allowed[i] for i, p in first.processed_top if np.isfinite(p))
     assert not all(allowed[i] for i, _ in first.top)
     with pytest.raises(NoTokenLeftError, match="leave no token that the grammar allows"):
-        least = xj.SamplingConfig(min_new_tokens=20)
-        engine.submit([5], xj.GenerateOptions(24, least, grammar=xj.grammar.choice(TEXTS))).result()
+        least = xj.SamplingConfig(min_tokens=20)
+        engine.submit(
+            [5], xj.GenerateOptions(max_tokens=24, sampling=least, grammar=xj.grammar.choice(TEXTS))
+        ).result()
 
 
 def test_a_cut_answer_has_the_reason_length(model, engine):
-    out = engine.submit([5], xj.GenerateOptions(3, grammar=xj.grammar.regex("a{50}"))).result()
+    out = engine.submit([5], xj.GenerateOptions(max_tokens=3, grammar=xj.grammar.regex("a{50}"))).result()
     assert out.finish_reason == ["length"] and set(decode(model, out.tokens[0])) == {"a"}
 
 
 def test_models_that_reason_are_constrained_after_it(model, engine):
     """They may not end before. The mark's text is found across tokens."""
     grammar = xj.grammar.choice(["yes", "no"], tokenizer=model.tokenizer, reasoning_end="q")
-    outs = engine.generate(PROMPTS, xj.GenerateOptions(100, HOT, grammar=grammar), key=KEYS)
+    outs = engine.generate(
+        PROMPTS, xj.GenerateOptions(max_tokens=100, sampling=HOT, grammar=grammar), key=KEYS
+    )
     found = [decode(model, out.tokens[0]) for out in outs]
     assert any("q" in text for text in found)
     for text in found:
         assert "q" not in text or text.partition("q")[2] in ("yes", "no", "")
     asked = model.tokenizer.encode("q ")
-    out = engine.submit(asked, xj.GenerateOptions(9, grammar=grammar)).result()
+    out = engine.submit(asked, xj.GenerateOptions(max_tokens=9, grammar=grammar)).result()
     assert decode(model, out.tokens[0]) in ("yes", "no")
 
 
@@ -276,8 +280,8 @@ BAD = {
 def test_a_grammar_that_is_not_served_is_one_line(model, engine, name):
     grammar, words = BAD[name]
     for call in (
-        lambda: engine.submit([5], xj.GenerateOptions(4, grammar=grammar)),
-        lambda: xj.generate_text(model, "x", xj.GenerateOptions(4, grammar=grammar), raw=True),
+        lambda: engine.submit([5], xj.GenerateOptions(max_tokens=4, grammar=grammar)),
+        lambda: xj.generate_text(model, "x", xj.GenerateOptions(max_tokens=4, grammar=grammar), raw=True),
     ):
         with pytest.raises(xj.InputError, match=words) as caught:
             call()
@@ -313,7 +317,7 @@ def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
     ]
     for given, words in cases:
         with pytest.raises(xj.InputError, match=words):
-            xj.generate(model.params, model.config, [[5]], xj.GenerateOptions(4, **given))
+            xj.generate(model.params, model.config, [[5]], xj.GenerateOptions(max_tokens=4, **given))
 
 
 def test_compiled_grammars_are_few(model):
@@ -345,10 +349,10 @@ def test_a_mask_that_fails_ends_its_request(model, engine, monkeypatch):
     def fail(*_):
         raise NoTokenLeftError("too large")
 
-    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.grammar.json_object()))
+    request = engine.submit([5, 9], xj.GenerateOptions(max_tokens=8, grammar=xj.grammar.json_object()))
     request.result()
     monkeypatch.setattr("xinfer_jax.grammar.matcher.Matcher.fill", fail)
-    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.grammar.json_object()))
+    request = engine.submit([5, 9], xj.GenerateOptions(max_tokens=8, grammar=xj.grammar.json_object()))
     with pytest.raises(NoTokenLeftError, match="too large"):
         for _ in request:
             pass

@@ -153,8 +153,8 @@ def test_rows_with_late_masks_wait_alone(model, shape):
     source = xj.grammar.json_schema(schema).source
     grammar = _LateGrammar("json", source, model.tokenizer)
     hot = xj.SamplingConfig(temperature=1.5, repetition_penalty=1.1)
-    given = xj.GenerateOptions(24, hot, grammar=grammar)
-    free = xj.GenerateOptions(60, hot, eos_token_ids=())
+    given = xj.GenerateOptions(max_tokens=24, sampling=hot, grammar=grammar)
+    free = xj.GenerateOptions(max_tokens=60, sampling=hot, eos_token_ids=())
     key = jax.random.key(7)
     event = _LateMasks.event
     event.set()

@@ -35,7 +35,12 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
         params["layers"] = quantized_experts(first, "int4", 32), *others
     model = xj.Model(params, config)
     asked = prompts(3, 130)
-    options = [xj.GenerateOptions(9), xj.GenerateOptions(6, xj.SamplingConfig(0.8, 20, 0.9), logprobs=2)]
+    options = [
+        xj.GenerateOptions(max_tokens=9),
+        xj.GenerateOptions(
+            max_tokens=6, sampling=xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.9), logprobs=2
+        ),
+    ]
     with xj.Engine(
         model, rows=2, capacity=256, chunk=128, cache_dtype=cache_dtype, impl="interpret"
     ) as engine:

@@ -213,7 +213,7 @@ def test_kernels_serve_every_cache_but_gear(fake_gpu):
     config = with_windows(config, (7, None))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
     for kind in ("bfloat16", "int8" if fake_gpu == "mosaic_gpu" else "int4", "gear"):
-        used = xj.kernels_used(params, config, kv_dtype=kind, capacity=1024)
+        used = xj.kernels_used(params, config, cache_dtype=kind, capacity=1024)
         assert used["prefill_attention"] == used["decode_attention"]
         assert used["argmax"].reason == used["lm_head_argmax"].reason == "an imaginary GPU"
         cache = jax.eval_shape(lambda kind=kind: xj.init_cache(config, 2, 1024, kind))
@@ -268,6 +268,6 @@ GEMMA4 = from_hf(HF)
 def test_kernels_used_says_which_layers_have_another_one(capability, platform, impl, others):
     params = jax.eval_shape(lambda: xj.init_params(GEMMA4, jax.random.key(1), "bfloat16"))
     with kernels_pallas.assume_device(capability, "here", platform):
-        used = xj.kernels_used(params, GEMMA4, kv_dtype="bfloat16")
+        used = xj.kernels_used(params, GEMMA4, cache_dtype="bfloat16")
     for kernel in ("prefill_attention", "decode_attention"):
         assert used[kernel] == (impl, "here" if others is None else f"here; {others}")

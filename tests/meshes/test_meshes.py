@@ -37,7 +37,7 @@ def answers(params, tokens_BT, num_tokens_B, key_data, times=1, cache_dtype=None
     cache = xj.init_cache(CONFIG, len(tokens_BT), tokens_BT.shape[1] + 8, cache_dtype)
     logits_BV, cache = xj.prefill(params, CONFIG, tokens_BT, num_tokens_B, cache)
     keys = jax.random.wrap_key_data(key_data.reshape(-1, 2).astype(jnp.uint32))
-    settings = xj.SamplingConfig(0.8, 20, repetition_penalty=1.2)
+    settings = xj.SamplingConfig(temperature=0.8, top_k=20, repetition_penalty=1.2)
     out = xj.decode_loop(params, CONFIG, logits_BV, cache, keys, settings, jnp.array([3]), 4)
     return out.tokens_BT, out.logprobs_BT, out.length_B, out.cache.overflow_B
 

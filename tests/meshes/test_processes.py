@@ -304,13 +304,15 @@ def test_messages_encode_a_closed_set_of_values():
     key = jax.random.split(jax.random.key(5), 1)
     decoded = codec.decode_message(codec.encode_message(key))
     assert jax.random.key_data(decoded).tolist() == jax.random.key_data(key).tolist()
-    sampling = xj.SamplingConfig(np.float32(0.5), 7, allowed_token_ids={3, 4}, logit_bias={3: -np.inf})
-    options = xj.GenerateOptions(9, sampling, stop_token_ids=(8,), logprobs=2)
+    sampling = xj.SamplingConfig(
+        temperature=np.float32(0.5), top_k=7, allowed_token_ids={3, 4}, logit_bias={3: -np.inf}
+    )
+    options = xj.GenerateOptions(max_tokens=9, sampling=sampling, stop_token_ids=(8,), logprobs=2)
     call = validate_call(xj.load_model().params, config, [[5, 6]], options, jax.random.key(0))
     decoded = codec.decode_message(codec.encode_message(call))
     decoded = dataclasses.replace(decoded, config=config)
     assert (decoded.prompts, decoded.end_ids) == (call.prompts, call.end_ids)
-    assert decoded.options.max_new_tokens == 9 and decoded.options.logprobs == 2 and decoded.params == {}
+    assert decoded.options.max_tokens == 9 and decoded.options.logprobs == 2 and decoded.params == {}
     assert jax.random.key_data(decoded.key).tolist() == jax.random.key_data(call.key).tolist()
     asked = xj.RequestOptions(priority=3, client="a", adapter="b", live=False)
     assert codec.decode_message(codec.encode_message(asked)) == asked

@@ -23,7 +23,9 @@ def rollout(config):
     def run(params, tokens_BT, num_tokens_B, key):
         cache = xj.init_cache(config, tokens_BT.shape[0], 64)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
-        out = xj.decode_loop(params, config, logits_BV, cache, key, xj.SamplingConfig(0.8), EOS, 3)
+        out = xj.decode_loop(
+            params, config, logits_BV, cache, key, xj.SamplingConfig(temperature=0.8), EOS, 3
+        )
         return xj.rollouts.pack_rollout(tokens_BT, num_tokens_B, out)
 
     return run

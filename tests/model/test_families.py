@@ -139,7 +139,7 @@ def test_scales_need_a_norm_to_fold_into(name):
 def test_longrope_is_not_continued_across_its_switch():
     config, params = build(SWITCHING)
     prompts = cases.prompts(cases.CASES[SWITCHING])
-    options = xj.GenerateOptions(max_new_tokens=24)
+    options = xj.GenerateOptions(max_tokens=24)
     for rows in ([prompts[1]], [prompts[0], prompts[2]]):  # across the switch; on both sides of it
         with pytest.raises(xj.InputError, match="longrope.*32 tokens"):
             xj.generate(params, config, rows, options)

@@ -72,7 +72,7 @@ def test_greedy_ids_equal_golden(name):
     golden, config, params, prompts = load_case(name)
     rows = cases.CASES[name].continued_prompts
     out = xj.generate(
-        params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS)
+        params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_tokens=cases.NEW_TOKENS)
     )
     assert out.tokens == [golden[f"greedy_{i}"].tolist() for i in rows]
     assert out.finish_reason == ["length"] * len(rows)
@@ -82,12 +82,12 @@ def test_greedy_ids_equal_golden(name):
 def test_generate_one_prompt_until_eos():
     golden, config, params, prompts = load_case("smollm3-window-layer-types")
     expected = golden["greedy_2"].tolist()
-    out = xj.generate(params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+    out = xj.generate(params, config, prompts[2:], xj.GenerateOptions(max_tokens=cases.NEW_TOKENS))
     assert out.tokens == [expected]
     eos = expected[-1]
     stop = expected.index(eos)
     out = xj.generate(
-        params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=[eos])
+        params, config, prompts[2:], xj.GenerateOptions(max_tokens=cases.NEW_TOKENS, eos_token_ids=[eos])
     )
     assert out.tokens == [expected[:stop]] and out.finish_reason == ["eos"]
     assert len(out.logprobs[0]) == stop + 1
@@ -99,7 +99,7 @@ def test_generate_one_prompt_until_eos():
 def test_dynamic_is_not_continued_across_its_maximum(name):
     _, config, params, prompts = load_case(name)
     with pytest.raises(xj.InputError, match="dynamic"):
-        xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+        xj.generate(params, config, prompts, xj.GenerateOptions(max_tokens=cases.NEW_TOKENS))
 
 
 # Written by version 0.1.0 before its files moved into packages: a tiny checkpoint in our own format, in int8
@@ -114,7 +114,7 @@ def test_files_written_before_still_load(name):
     is_prefix = name == "plain"
     expected = RESULTS[name]
     model = xj.load_model(FILES / ("int8" if is_prefix else name))
-    options = xj.GenerateOptions(len(expected["logprobs"][0]), eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=len(expected["logprobs"][0]), eos_token_ids=())
     if is_prefix:
         prefix = xj.load_prefix(model.params, model.config, FILES / f"{name}.prefix")
         options = dataclasses.replace(options, prefix=prefix)

@@ -101,8 +101,10 @@ def test_gradients_are_those_of_torch(name, request):
         )
         how = dict(segment_ids_BT=np.repeat(np.arange(2), LENGTHS)[None])
         if config.experts:
-            routes = xj.score(params, config, *batch, return_routes=True).routes
-            how["routes"] = np.concatenate([x[:n] for x, n in zip(routes, LENGTHS, strict=True)])[None]
+            routed_experts = xj.score(params, config, *batch, return_routed_experts=True).routed_experts
+            how["routed_experts"] = np.concatenate(
+                [x[:n] for x, n in zip(routed_experts, LENGTHS, strict=True)]
+            )[None]
         packed = gradient(params, np.array([sum(rows, [])], np.int32), **how)
         found["packed, routes" if config.experts else "packed"] = deviation(packed, plain)
     print(name, {way: f"{off:.1e} {leaf}" for way, (off, leaf) in found.items()})

@@ -101,7 +101,7 @@ def test_streams_and_beams(model, out):
     streamed = [*xj.stream(params, config, prompts, CACHED)]
     assert [[*row] for row in zip(*streamed, strict=True)] == out.tokens
     prompts = prompts[:2]
-    beams = xj.beam_search(params, config, prompts, num_beams=2, length_penalty=0.0, max_new_tokens=NEW)
+    beams = xj.beam_search(params, config, prompts, num_beams=2, length_penalty=0.0, max_tokens=NEW)
     rows = [prompt + best for prompt, (best, *_) in zip(prompts, beams.sequences, strict=True)]
     tokens_BT, num_tokens_B = cases.pad_prompts(rows)
     exact_BT = jax.jit(xj.score, static_argnums=1)(params, config, tokens_BT, num_tokens_B)
@@ -151,7 +151,7 @@ def test_rejected_draft_models_and_caches(model):
     with pytest.raises(
         xj.InputError, match="draft model is not supported .*'qwen3_5_text', which has linear"
     ):
-        xj.generate(params, config, prompts, xj.GenerateOptions(NEW, draft=draft))
+        xj.generate(params, config, prompts, xj.GenerateOptions(max_tokens=NEW, draft=draft))
     other = with_mixer(config, num_value_heads=8)
     with pytest.raises(xj.InputError, match=r"states of \(8, 12, 12\).* for a model of .*\(2, 12, 12\)"):
         xj.decode_step(params, config, np.zeros(1, np.int32), xj.init_cache(other, 1, 8))

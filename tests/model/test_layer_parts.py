@@ -140,7 +140,7 @@ def test_states_of_several_sizes():
         logits_BV, cache = xj.decode_step(params, config, tokens_BT[:, t].astype(np.int32), cache)
         np.testing.assert_allclose(logits_BV, want[:, t], atol=1e-4)
     prompts = tokens_BT.tolist()
-    options = xj.GenerateOptions(6, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=6, eos_token_ids=())
     generated = xj.generate(params, config, prompts, options).tokens
     engine = xj.Engine(xj.Model(params, config), rows=2, capacity=64)
     requests = [engine.submit(prompt, options) for prompt in prompts]
@@ -163,7 +163,7 @@ def test_a_model_of_such_layers_generates_alike_in_all_ways():
         np.testing.assert_allclose(logits_1V[0], want[0, position - 1], atol=1e-5 * np.abs(want).max())
         logits_1V, cache = xj.decode_step(params, config, np.array([token]), cache)
     simple = generate_in_steps(params, config, rows, 8)
-    options = xj.GenerateOptions(8, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
     assert simple.tokens_BT.tolist() == xj.generate(params, config, rows, options).tokens
     with xj.Engine(xj.Model(params, config, None), rows=2, capacity=64) as engine:
         assert [engine.submit(row, options).result().tokens[0] for row in rows] == simple.tokens_BT.tolist()

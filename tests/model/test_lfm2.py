@@ -93,7 +93,7 @@ def test_bits_alone_equal_those_beside_others(model):
     random = np.random.RandomState(1)
     first, second, common, other = (random.randint(0, cases.VOCAB, n).tolist() for n in (10, 60, 128, 150))
     prompts = [common + first, common + second, other]
-    options = xj.GenerateOptions(40, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=40, eos_token_ids=())
 
     def answers(requests):
         outs = [request.result() for request in requests]
@@ -190,7 +190,7 @@ def test_rejected_draft_models_and_caches(model):
     params, config, prompts = model
     draft = xj.Model(params, config)
     with pytest.raises(xj.InputError, match="draft model is not supported .*'lfm2', which has short conv"):
-        xj.generate(params, config, prompts, xj.GenerateOptions(NEW, draft=draft))
+        xj.generate(params, config, prompts, xj.GenerateOptions(max_tokens=NEW, draft=draft))
     with pytest.raises(xj.InputError, match="which has short convolutions: remedy"):
         check_supported(config, "scales", "it is", "remedy")
     other = with_mixer(config, kernel_dim=7)

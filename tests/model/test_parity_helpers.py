@@ -46,7 +46,7 @@ def test_parity_without_transformers(path, monkeypatch):
 
 def test_rollouts_match_scores(model):
     stacked = xj.params.stack_layers(model.params, model.config)
-    how = dict(prompts=TEXTS, max_new_tokens=6, temperature=0.7, remat="layer")
+    how = dict(prompts=TEXTS, max_tokens=6, temperature=0.7, remat="layer")
     assert xj.testing.assert_rollout_matches_score(stacked, model.config, **how) < 1e-5
     other = jax.tree.map(lambda x: 1.001 * x, stacked)
     with pytest.raises(

@@ -89,23 +89,23 @@ def test_logits_and_greedy_ids(name):
         answer = answers.get(i, [])
         assert logits_BTV[i, len(prompt) - 1 :][: len(answer)].argmax(-1).tolist() == answer
     out = xj.generate(
-        params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS)
+        params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_tokens=cases.NEW_TOKENS)
     )
     assert_same_start(out.tokens, list(answers.values()))
 
 
 def test_stops_at_the_same_eos():
-    """At once, and after the tokens that `min_new_tokens` asks for."""
+    """At once, and after the tokens that `min_tokens` asks for."""
     name = "qwen2-window-late-layers"
     config, params, model = build(name)
     prompts = cases.prompts(cases.CASES[name])
     eos = [cases.hf_greedy(model, prompt)[0][4 + 5 * i] for i, prompt in enumerate(prompts)]
     fewest = [0] * len(prompts) + [9] * len(prompts)
-    settings = [xj.SamplingConfig(min_new_tokens=n) for n in fewest]
-    options = xj.GenerateOptions(cases.NEW_TOKENS, settings, eos_token_ids=eos)
+    settings = [xj.SamplingConfig(min_tokens=n) for n in fewest]
+    options = xj.GenerateOptions(max_tokens=cases.NEW_TOKENS, sampling=settings, eos_token_ids=eos)
     out = xj.generate(params, config, prompts * 2, options)
     for i, (prompt, n) in enumerate(zip(prompts * 2, fewest, strict=True)):
-        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos, min_new_tokens=n or None)
+        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos, min_tokens=n or None)
         wanted = until_near_tie(expected, gaps)
         wanted = wanted[:-1] if wanted[-1] in eos else wanted
         assert out.tokens[i][: len(wanted)] == wanted and len(wanted) > (3 if n else 0)
@@ -332,9 +332,7 @@ def test_no_repeat_ngram_and_min_new_tokens():
         )
         for n, _, ids, row in rows
     ]
-    ours = jax.jit(other_processors.min_new_tokens)(
-        logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1])
-    )
+    ours = jax.jit(other_processors.min_tokens)(logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1]))
     assert_same_candidates(ours, torch.cat(theirs))
 
 
@@ -360,7 +358,7 @@ def test_greedy_with_each_processor():
         for settings in [({}, {}), *PROCESSORS]
     ]
     settings = [xj.SamplingConfig(**ours) for _, _, ours in rows]
-    options = xj.GenerateOptions(cases.NEW_TOKENS, settings, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=cases.NEW_TOKENS, sampling=settings, eos_token_ids=())
     out = xj.generate(params, config, [prompt for prompt, *_ in rows], options)
     for (prompt, theirs, _), got in zip(rows, out.tokens, strict=True):
         wanted = until_near_tie(*cases.hf_greedy(model, prompt, **theirs))

@@ -48,7 +48,9 @@ def test_stories_in_one_ragged_batch():
     golden = json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
     prompts = [model.tokenizer.encode(case["prompt"]) for case in golden]
     assert prompts == [case["prompt_ids"] for case in golden]
-    out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(200, eos_token_ids=()))
+    out = xj.generate(
+        model.params, model.config, prompts, xj.GenerateOptions(max_tokens=200, eos_token_ids=())
+    )
     assert out.tokens == [case["greedy_ids"] for case in golden]
     assert [*map(model.tokenizer.decode, out.tokens)] == [case["greedy_text"] for case in golden]
     np.testing.assert_allclose(out.logprobs, [case["greedy_logprobs"] for case in golden], rtol=0, atol=1e-4)

@@ -50,7 +50,9 @@ def loss(params, config, *args, **how):
 
 slopes = jax.jit(jax.value_and_grad(loss), static_argnums=1, static_argnames="remat")
 score = jax.jit(
-    lambda params, config, batch, routes: xj.score(params, config, *batch, routes=routes, return_routes=True),
+    lambda params, config, batch, routed_experts: xj.score(
+        params, config, *batch, routed_experts=routed_experts, return_routed_experts=True
+    ),
     static_argnums=1,
 )
 
@@ -66,29 +68,33 @@ def assert_close(got, want, bound=2e-5, least=0.1):
 def test_given_experts_are_used_in_every_way_to_score(model, others):
     params, config = model
     batch = cases.pad_prompts(TEXTS)
-    free = slopes(params, config, *batch, routes=np.full_like(others, -1))
+    free = slopes(params, config, *batch, routed_experts=np.full_like(others, -1))
     found = score(params, config, batch, np.full_like(others, -1))
     np.testing.assert_allclose(free[0], found.logprobs_BT.sum(), rtol=1e-6)
-    assert_close(slopes(params, config, *batch, routes=found.routes), free)
+    assert_close(slopes(params, config, *batch, routed_experts=found.routed_experts), free)
     real_BT = np.arange(batch[0].shape[1]) < batch[1][:, None]
-    assert ((found.routes >= 0).all((2, 3)) == real_BT).all() and (found.routes[~real_BT] == -1).all()
+    assert ((found.routed_experts >= 0).all((2, 3)) == real_BT).all() and (
+        found.routed_experts[~real_BT] == -1
+    ).all()
 
-    want = slopes(params, config, *batch, routes=others)
+    want = slopes(params, config, *batch, routed_experts=others)
     assert abs(float(want[0] - free[0])) > 0.1
     routers = [layer["router"]["weight"] for layer in want[1]["layers"] if "router" in layer]
     assert len(routers) == mixtures(config) and all(np.abs(x).max() > 0 for x in routers)
-    stacked = slopes(xj.params.stack_layers(params, config), config, *batch, routes=others, remat="layer")
+    stacked = slopes(
+        xj.params.stack_layers(params, config), config, *batch, routed_experts=others, remat="layer"
+    )
     assert_close((stacked[0], xj.params.unstack_layers(stacked[1])), want)
 
 
 @pytest.mark.full
 def test_routes_of_packed_texts(model, others):
     params, config = model
-    want = slopes(params, config, *cases.pad_prompts(TEXTS), routes=others)
+    want = slopes(params, config, *cases.pad_prompts(TEXTS), routed_experts=others)
     row_1T = np.array([sum(TEXTS, [])], np.int32)
     ids_1T = np.repeat(np.arange(3), [*map(len, TEXTS)])[None]
     together = np.concatenate([x[: len(text)] for x, text in zip(others, TEXTS, strict=True)])[None]
-    packed = slopes(params, config, row_1T, segment_ids_BT=ids_1T, routes=together)
+    packed = slopes(params, config, row_1T, segment_ids_BT=ids_1T, routed_experts=together)
     assert_close(packed, want, 1e-4, 1)
 
 
@@ -100,11 +106,11 @@ def test_tokens_without_a_route_choose_freely(model, others):
     mixed[:, 1::2, :, 0] = -1
     stacked = xj.params.stack_layers(params, config)
     first = score(stacked, config, batch, mixed)
-    np.testing.assert_array_equal(first.routes[:2, :2:2], others[:2, :2:2])
-    assert (first.routes[:2, 1] >= 0).all() and (first.routes[:2, 1] != others[:2, 1]).any()
-    again = score(stacked, config, batch, first.routes)
+    np.testing.assert_array_equal(first.routed_experts[:2, :2:2], others[:2, :2:2])
+    assert (first.routed_experts[:2, 1] >= 0).all() and (first.routed_experts[:2, 1] != others[:2, 1]).any()
+    again = score(stacked, config, batch, first.routed_experts)
     np.testing.assert_array_equal(again.logprobs_BT, first.logprobs_BT)
-    np.testing.assert_array_equal(again.routes, first.routes)
+    np.testing.assert_array_equal(again.routed_experts, first.routed_experts)
 
 
 @pytest.mark.full
@@ -112,7 +118,7 @@ def test_a_rollout_is_scored_with_its_routes():
     """Also where the scoring model's router would choose others; and after the result of a tool."""
     params, config = build(NAMES[0], num_hidden_layers=1, mlp_only_layers=[])
     prompts_BT, num_tokens_B = cases.pad_prompts(TEXTS)
-    asked = dict(return_routes=True)
+    asked = dict(return_routed_experts=True)
 
     @jax.jit
     def rollout():
@@ -120,32 +126,38 @@ def test_a_rollout_is_scored_with_its_routes():
         prompt = xj.run_model(params, config, prompts_BT, cache, num_tokens_B, **asked)
         logits_BV = xj.unembed(params, config, prompt.hidden[np.arange(3), num_tokens_B - 1])
         out = xj.decode_loop(
-            params, config, logits_BV, prompt.cache, jax.random.key(1), xj.SamplingConfig(1.0),
+            params, config, logits_BV, prompt.cache, jax.random.key(1), xj.SamplingConfig(temperature=1.0),
             np.array([95]), np.array([6, 1, 4]), output_size=6, **asked,
         )  # fmt: skip
         together_BT = jnp.concatenate([out.token_B[:, None], np.ones((3, 2), np.int32)], 1)
         more = xj.run_model(params, config, together_BT, out.cache, **asked)
-        return out, xj.rollouts.pack_rollout(prompts_BT, num_tokens_B, out, prompt.routes), more.routes
+        return (
+            out,
+            xj.rollouts.pack_rollout(prompts_BT, num_tokens_B, out, prompt.routed_experts),
+            more.routed_experts,
+        )
 
     out, packed, more = rollout()
     for row, n in enumerate(out.length_B):  # the last token has not been through the model
-        assert (out.routes[row, : n - 1] >= 0).all() and (out.routes[row, n - 1 :] == -1).all()
+        assert (out.routed_experts[row, : n - 1] >= 0).all() and (
+            out.routed_experts[row, n - 1 :] == -1
+        ).all()
     batch = packed.tokens_BT, packed.num_tokens_B
-    free = np.full_like(packed.routes, -1)
-    chosen = score(params, config, batch, free).routes
+    free = np.full_like(packed.routed_experts, -1)
+    chosen = score(params, config, batch, free).routed_experts
     fed_BT = np.arange(packed.tokens_BT.shape[1]) < packed.num_tokens_B[:, None] - 1
-    np.testing.assert_array_equal(packed.routes[fed_BT], chosen[fed_BT])
-    assert (packed.routes[~fed_BT] == -1).all()
+    np.testing.assert_array_equal(packed.routed_experts[fed_BT], chosen[fed_BT])
+    assert (packed.routed_experts[~fed_BT] == -1).all()
     other = jax.tree.map(lambda x: x * 1.3 + 0.1, params)
-    assert (score(other, config, batch, free).routes[fed_BT] != packed.routes[fed_BT]).any()
-    used = score(other, config, batch, packed.routes).routes
-    np.testing.assert_array_equal(used[fed_BT], packed.routes[fed_BT])
+    assert (score(other, config, batch, free).routed_experts[fed_BT] != packed.routed_experts[fed_BT]).any()
+    used = score(other, config, batch, packed.routed_experts).routed_experts
+    np.testing.assert_array_equal(used[fed_BT], packed.routed_experts[fed_BT])
     alone = xj.rollouts.pack_rollout(prompts_BT, num_tokens_B, out)
-    assert (alone.routes[:, 0] == -1).all() and (alone.routes != -1).any()
+    assert (alone.routed_experts[:, 0] == -1).all() and (alone.routed_experts != -1).any()
     tokens_BT = np.array(packed.tokens_BT)
     for row, n in enumerate(packed.num_tokens_B):
         tokens_BT[row, n : n + 2] = 1
-    whole = score(params, config, (tokens_BT, packed.num_tokens_B + 2), free).routes
+    whole = score(params, config, (tokens_BT, packed.num_tokens_B + 2), free).routed_experts
     for row, n in enumerate(packed.num_tokens_B):
         np.testing.assert_array_equal(more[row], whole[row, n - 1 : n + 2])
 
@@ -153,22 +165,22 @@ def test_a_rollout_is_scored_with_its_routes():
 def test_models_without_mixtures_and_misshapen_routes_raise():
     params, config = build("moe-some-layers-dense")
     tokens_BT = np.ones((2, 3), np.int32)
-    for routes, message in (
+    for routed_experts, message in (
         (np.zeros((2, 3, 9, 2), np.int32), r"routes must be an array of integers of the shape \[2, 3, "),
         (np.zeros((2, 3, mixtures(config), 2)), "routes must be an array of integers"),
         (np.full((2, 3, mixtures(config), 2), 6), "routes: expert 6 is outside -1 … 5"),
     ):
         with pytest.raises(xj.InputError, match=message):
-            xj.forward(params, config, tokens_BT, routes=routes)
+            xj.forward(params, config, tokens_BT, routed_experts=routed_experts)
     params, config = build("qwen2-gqa-tied-old")
     cache = xj.init_cache(config, 2, 16)
     logits_BV = jnp.zeros((2, config.vocab_size))
     loop = cache, jax.random.key(0), xj.SamplingConfig(), np.array([1]), 2
     for call in (
-        lambda: xj.run_model(params, config, tokens_BT, return_routes=True),
-        lambda: xj.run_model(params, config, tokens_BT, cache, return_routes=True),
-        lambda: xj.score(params, config, tokens_BT, routes=np.zeros((2, 3, 1, 1), np.int32)),
-        lambda: xj.decode_loop(params, config, logits_BV, *loop, return_routes=True),
+        lambda: xj.run_model(params, config, tokens_BT, return_routed_experts=True),
+        lambda: xj.run_model(params, config, tokens_BT, cache, return_routed_experts=True),
+        lambda: xj.score(params, config, tokens_BT, routed_experts=np.zeros((2, 3, 1, 1), np.int32)),
+        lambda: xj.decode_loop(params, config, logits_BV, *loop, return_routed_experts=True),
     ):
         with pytest.raises(xj.InputError, match="this model has none"):
             call()

@@ -177,7 +177,7 @@ def test_taps_that_read_need_run_model(model):
     hidden_BTD, _ = xj.hidden_states(half, config, tokens_BT, taps=taps)
     out = xj.run_model(half, config, tokens_BT, taps=taps)
     np.testing.assert_array_equal(hidden_BTD, out.hidden)
-    assert out.reads == {} and out.routes is None and out.cache is None
+    assert out.reads == {} and out.routed_experts is None and out.cache is None
 
 
 def test_taps_of_score(model):
@@ -236,7 +236,7 @@ def test_taps_of_generate_and_streams(model):
 
     def run(edit, vector_D, call=xj.generate, new=6, **how):
         taps = {(0, "attention"): xj.Tap(vector_D, edit), (0, "layer"): xj.Tap(), (1, "layer"): xj.Tap()}
-        options = xj.GenerateOptions(new, eos_token_ids=(), **dict(taps=taps) | how)
+        options = xj.GenerateOptions(max_tokens=new, eos_token_ids=(), **dict(taps=taps) | how)
         return call(params, config, prompts, options)
 
     got = run(add, direction_D)

@@ -250,7 +250,7 @@ def test_what_does_not_go_together():
         (dict(temperature=None), "temperature must be a number above 0"),
         (dict(segment_ids_BT=ids_1T.tolist()), "segment_ids_BT must be an array of integers"),
         (dict(positions_BT=ids_1T[:, 1:]), "positions_BT must be an array of integers of the shape"),
-        (dict(routes=np.zeros((1, row_1T.shape[1], 1, 2), int)), "this model has none"),
+        (dict(routed_experts=np.zeros((1, row_1T.shape[1], 1, 2), int)), "this model has none"),
         (dict(teacher_topk=(ids_1Tk, zeros_1Tk[..., :1])), "log-probabilities must be an array of floats"),
         (dict(teacher_topk=(ids_1Tk + 95, zeros_1Tk)), "teacher_topk: token id 96 is outside 0 … 95"),
     ):

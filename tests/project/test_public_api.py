@@ -23,7 +23,7 @@ from public_names import PUBLIC, SPACES
 from small_models import QWEN
 
 import xinfer_jax as xj
-from xinfer_jax import InputError, plugins
+from xinfer_jax import InputError, old_names, plugins
 from xinfer_jax.errors import format_names
 
 pytestmark = pytest.mark.oldest
@@ -133,13 +133,34 @@ def test_errors_tokenizers_and_configs_can_be_copied(model, again):
     assert config == model.config and config.eos_token_ids == model.config.eos_token_ids
 
 
-@pytest.mark.parametrize("old, new", xj._MOVED.items())
+@pytest.mark.parametrize("old, new", old_names.MOVED.items())
 def test_old_names_work_and_warn(old, new):
     with pytest.warns(DeprecationWarning, match=rf"xj\.{old} is now xj\.{re.escape(new)}; .* 0.3") as caught:
         value = getattr(xj, old)
     assert value is functools.reduce(getattr, new.split("."), xj) or inspect.ismethod(value)
     assert caught[0].filename == __file__
     assert old not in xj.__all__ and old not in dir(xj)
+
+
+def test_old_names_of_arguments_and_results_work_and_warn(model):
+    with pytest.warns(DeprecationWarning, match=r"init_cache\(batch=\) is now rows=; .* 0.3") as caught:
+        cache = xj.init_cache(model.config, batch=3)
+    assert caught[0].filename == __file__ and cache.length_B.shape == (3,)
+    with pytest.warns(DeprecationWarning, match=r"GenerateOptions\(max_new_tokens=\)") as caught:
+        options = xj.GenerateOptions(max_new_tokens=7)
+    assert caught[0].filename == __file__ and options == xj.GenerateOptions(max_tokens=7)
+    with pytest.warns(DeprecationWarning, match="GenerateOptions.max_new_tokens is now max_tokens"):
+        assert options.max_new_tokens == 7
+    out = xj.run_model(model.params, model.config, TOKENS)
+    with pytest.warns(DeprecationWarning, match="ModelOutput.routes is now routed_experts"):
+        assert out.routes is None
+    assert list(out._asdict()) == ["hidden", "cache", "routed_experts", "reads"]
+    for kind in (xj.GenerateOptions, xj.SamplingConfig, xj.EngineOptions, xj.RequestOptions):
+        said = rf"{kind.__name__} takes keyword arguments .*: write {kind.__name__}\(\w+=1\)"
+        with pytest.raises(InputError, match=said):
+            kind(1)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+            kind(nothing=1)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +197,12 @@ def test_the_overview_fits_a_screen_and_names_everything():
 def test_beams_end_at_the_models_eos(model, more, count):
     """The error names their number, before anything is compiled."""
     with pytest.raises(xj.InputError, match=f"a vocabulary of 288 with {count} EOS ids"):
-        xj.beam_search(model.params, model.config, [1], num_beams=289, max_new_tokens=1, **more)
+        xj.beam_search(model.params, model.config, [1], num_beams=289, max_tokens=1, **more)
 
 
 def test_configs_that_differ_in_eos_ids_share_their_programs(model):
     prompt = xj.encode_prompt(model, tiny.QUESTION)
-    options = xj.GenerateOptions(max_new_tokens=16)
+    options = xj.GenerateOptions(max_tokens=16)
     other = dataclasses.replace(model.config, eos_token_ids=(tiny.ANSWER_IDS[3],))
     assert model.config.eos_token_ids == (tiny.IM_END, tiny.ENDOFTEXT) == model.tokenizer.eos_token_ids
     assert other == model.config and hash(other) == hash(model.config) and repr(other) == repr(model.config)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.oldest
 
 # A package, or a module at the top, imports only those that come before it.
 PACKAGES = (
-    "lazy_names", "registry", "errors", "modes", "plugins", "argument_order", "checks", "device",
+    "lazy_names", "registry", "errors", "modes", "plugins", "old_names", "checks", "device",
     "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers", "feed_forward",
     "model", "sampling", "generation", "backends", "layerwise",
     "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.oldest
 
 B, N, V = 3, 8, 120
 KEY = jax.random.key(7)
-SAMPLED = xj.SamplingConfig(1.2, top_k=30, top_p=0.9)
+SAMPLED = xj.SamplingConfig(temperature=1.2, top_k=30, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_last_processors_get_what_is_sampled_from(decode):
 
     got = decode(processors=[(xj.LogitsProcessor(None, keep_best, last=True), ())], logprobs=1)
     np.testing.assert_array_equal(got.tokens_BT, decode(xj.SamplingConfig()).tokens_BT)
-    np.testing.assert_array_equal(got.alternatives.processed_BT, 0)
+    np.testing.assert_array_equal(got.alternatives.processed_logprobs_BT, 0)
 
 
 @pytest.mark.full
@@ -228,7 +228,7 @@ def no_number(_, logits_BV, context):
     return logits_BV * jnp.nan
 
 
-OTHERS = [xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()]
+OTHERS = [xj.SamplingConfig(temperature=1.0, min_p=0.1), xj.SamplingConfig()]
 
 
 @pytest.mark.full
@@ -261,7 +261,7 @@ def test_processors_beside_a_grammar_and_donated():
     logits_BV, cache = xj.prefill(params, config, np.array([ids]), np.array([len(ids)]), cache)
     bias_BV = np.zeros((1, config.vocab_size), np.float32)
     bias_BV[0, tok.encode(" Rome")] = np.inf
-    settings = KEY, xj.SamplingConfig(1.0), np.array(config.eos_token_ids), 8
+    settings = KEY, xj.SamplingConfig(temperature=1.0), np.array(config.eos_token_ids), 8
     how = dict(
         grammar=xj.grammar.compile_dfa(" (Madrid|Havana)", tok), processors=[(BIAS, bias_BV)], donate=True
     )
@@ -278,7 +278,7 @@ def test_generate_and_stream_take_processors(decode):
     both = dict(sampling=SAMPLED, eos_token_ids=(), n=2)
 
     def run(call=xj.generate, new=N, **how):
-        options = xj.GenerateOptions(new, **both | how)
+        options = xj.GenerateOptions(max_tokens=new, **both | how)
         return call(params, config, ids, options, key=KEY)
 
     penalty_B = np.float32([30.0, 9.0])
@@ -313,7 +313,7 @@ def test_generate_and_stream_take_processors(decode):
 def test_beams_take_processors():
     """Their states follow the beams: one with counts of tokens equals the setting."""
     params, config = build("qwen2")
-    how = dict(num_beams=3, max_new_tokens=6, eos_token_ids=[5], key=KEY)
+    how = dict(num_beams=3, max_tokens=6, eos_token_ids=[5], key=KEY)
 
     def search(sampling=SAMPLED, **more):
         return xj.beam_search(params, config, prompts(6, 4), sampling=sampling, **how | more)

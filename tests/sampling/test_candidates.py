@@ -28,17 +28,20 @@ pytestmark = pytest.mark.oldest
 
 V = 5000  # more than a GPU sorts in one kernel
 SETTINGS = [
-    xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.5, 64), xj.SamplingConfig(1.0, 65),
-    xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(1.0, 66, 0.7),
-    xj.SamplingConfig(0.8, 20, 0.8, repetition_penalty=1.3), xj.SamplingConfig(1.0),
+    xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8), xj.SamplingConfig(temperature=1.5, top_k=64),
+    xj.SamplingConfig(temperature=1.0, top_k=65), xj.SamplingConfig(temperature=0.9, top_k=0, top_p=0.9),
+    xj.SamplingConfig(), xj.SamplingConfig(temperature=1.0, top_k=66, top_p=0.7),
+    xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8, repetition_penalty=1.3),
+    xj.SamplingConfig(temperature=1.0),
 ]  # fmt: skip
 ALL_SETTINGS = [
-    xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7), *SETTINGS,
-    xj.SamplingConfig(1.0, 20, logit_bias={3: 9.0, 7: -np.inf}),
+    xj.SamplingConfig(temperature=1.0, top_k=40, min_p=0.02), xj.SamplingConfig(temperature=1.0, top_k=40,
+    typical_p=0.7), *SETTINGS, xj.SamplingConfig(temperature=1.0, top_k=20, logit_bias={3: 9.0, 7: -np.inf}),
 ]  # fmt: skip
 RARE = [
-    xj.SamplingConfig(1.0, 20, presence_penalty=1.0), xj.SamplingConfig(1.0, 20, bad_words_ids=[[3], [1, 2]]),
-    xj.SamplingConfig(1.0, 0, typical_p=0.7), xj.SamplingConfig(1.0, 20, min_new_tokens=3),
+    xj.SamplingConfig(temperature=1.0, top_k=20, presence_penalty=1.0), xj.SamplingConfig(temperature=1.0,
+    top_k=20, bad_words_ids=[[3], [1, 2]]), xj.SamplingConfig(temperature=1.0, top_k=0, typical_p=0.7),
+    xj.SamplingConfig(temperature=1.0, top_k=20, min_tokens=3),
 ]  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def test_forward_mode_derivative_passes_a_decode_loop(forms):
     """
     params, config = build("qwen2")
     logits_BV = jnp.asarray(random_logits(2, config.vocab_size))
-    settings = xj.SamplingConfig(0.8, 20, 0.8)
+    settings = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
 
     def decoded(logits_BV):
         cache = xj.init_cache(config, 2, 8)
@@ -222,7 +225,7 @@ def test_every_other_processor_leaves_the_common_branch():
 @pytest.mark.full
 def test_one_branch_draws_the_same_alone_and_beside_others():
     """Beside rows that take the common branch and beside rows that do not."""
-    rows = [*ALL_SETTINGS[:4], xj.SamplingConfig(1.0, 20, logit_bias={3: 9.0})]
+    rows = [*ALL_SETTINGS[:4], xj.SamplingConfig(temperature=1.0, top_k=20, logit_bias={3: 9.0})]
     logits = random_logits(len(rows) + 1, V)
     beside_others = [sampled([*rows, other], logits, True)[0] for other in (rows[0], RARE[0], RARE[2])]
     for token_B in beside_others[1:]:

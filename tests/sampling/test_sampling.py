@@ -143,11 +143,15 @@ def test_settings_out_of_range_raise_with_their_value(settings, named):
 
 def test_defaults_from_generation_config():
     qwen = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, pad_token_id=0)
-    assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
-    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(0.0, 20, 0.8, 1.1)
+    assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(
+        temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1
+    )
+    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(
+        temperature=0.0, top_k=20, top_p=0.8, repetition_penalty=1.1
+    )
     assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
     # Transformers' defaults.
-    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)
+    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(temperature=1.0, top_k=50)
     with pytest.raises(xj.InputError, match="num_beams=4"):
         xj.SamplingConfig.from_hf({"num_beams": 4})
 
@@ -198,9 +202,10 @@ def test_sampling_from_candidates_equals_sampling_from_the_vocabulary():
     settings.
     """
     rows = [
-        xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.5, 64), xj.SamplingConfig(1.0, 65),
-        xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(2.0, 3),
-        xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7),
+        xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8), xj.SamplingConfig(temperature=1.5, top_k=64),
+        xj.SamplingConfig(temperature=1.0, top_k=65), xj.SamplingConfig(temperature=0.9, top_k=0, top_p=0.9),
+        xj.SamplingConfig(), xj.SamplingConfig(temperature=2.0, top_k=3), xj.SamplingConfig(temperature=1.0,
+        top_k=40, min_p=0.02), xj.SamplingConfig(temperature=1.0, top_k=40, typical_p=0.7),
     ]  # fmt: skip
     B = len(rows)
     V = 1000

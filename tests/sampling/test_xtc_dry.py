@@ -56,7 +56,13 @@ def test_xtc_equals_sorting_on_both_paths():
     logits = rng.standard_normal((B, V)).astype(np.float32) * 3
     settings = settings_per_row(rows, B, V)
     off = settings_per_row(
-        [xj.SamplingConfig(r.temperature, r.top_k, r.top_p, min_p=r.min_p) for r in rows], B, V, True
+        [
+            xj.SamplingConfig(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+            for r in rows
+        ],
+        B,
+        V,
+        True,
     )
     keys = jax.random.split(jax.random.key(1), B)
     choose = jax.jit(sampler.sample_tokens)
@@ -104,7 +110,7 @@ def model():
     return build("qwen2")
 
 
-CALL = dict(max_new_tokens=12, eos_token_ids=())
+CALL = dict(max_tokens=12, eos_token_ids=())
 
 
 def generated(model, prompts, sampling, **options):
@@ -121,7 +127,8 @@ def test_settings_equal_the_examples(model, monkeypatch):
     """Where XTC always happens, and DRY without breakers and window."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "examples")
     pairs = [
-        (xj.SamplingConfig(1.0, xtc_probability=1.0, xtc_threshold=0.004), xj.SamplingConfig(1.0),
+        (xj.SamplingConfig(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.004),
+        xj.SamplingConfig(temperature=1.0),
          (xj.LogitsProcessor(None, example("xtc"), last=True), dict(probability=1.0, threshold=0.004))),
         (xj.SamplingConfig(dry_multiplier=0.8), xj.SamplingConfig(),
          (xj.LogitsProcessor(None, example("dry")), dict(multiplier=0.8, base=1.75, allowed_length=2))),
@@ -204,8 +211,8 @@ def test_penalties_of_dry_do_not_overflow():
 
 BOTH = dict(xtc_probability=0.6, xtc_threshold=0.01, dry_multiplier=1.5, dry_allowed_length=1)
 OTHERS = [
-    xj.SamplingConfig(1.0, 20, **BOTH, dry_sequence_breakers=[13]), xj.SamplingConfig(1.2, **BOTH),
-    xj.SamplingConfig(dry_multiplier=2.0, dry_penalty_last_n=8),
+    xj.SamplingConfig(temperature=1.0, top_k=20, **BOTH, dry_sequence_breakers=[13]),
+    xj.SamplingConfig(temperature=1.2, **BOTH), xj.SamplingConfig(dry_multiplier=2.0, dry_penalty_last_n=8),
 ]  # fmt: skip
 
 
@@ -213,7 +220,12 @@ OTHERS = [
 def test_forms_of_devices_draw_the_same():
     """CPUs in groups, GPUs' one branch, and a mesh, which samples from all tokens."""
     logits = random_logits(6, V)
-    rows = [*OTHERS, xj.SamplingConfig(1.0, 20, xtc_probability=1.0), xj.SamplingConfig(), OTHERS[0]]
+    rows = [
+        *OTHERS,
+        xj.SamplingConfig(temperature=1.0, top_k=20, xtc_probability=1.0),
+        xj.SamplingConfig(),
+        OTHERS[0],
+    ]
     for one, other in zip(sampled(rows, logits, True), sampled(rows, logits, False), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
@@ -222,17 +234,17 @@ def test_forms_of_devices_draw_the_same():
 def test_settings_that_are_off_change_nothing():
     """Unset settings leave the plain structure; settings that are off the bits."""
     for off in (
-        xj.SamplingConfig(1.0),
-        xj.SamplingConfig(1.0, xtc_probability=0.0, dry_multiplier=0.0, dry_base=1.75),
+        xj.SamplingConfig(temperature=1.0),
+        xj.SamplingConfig(temperature=1.0, xtc_probability=0.0, dry_multiplier=0.0, dry_base=1.75),
     ):
         assert not has_all_settings(settings_per_row(off, 2, V))
     logits = random_logits(2, V)
-    plain = xj.SamplingConfig(1.0, min_p=0.01)
+    plain = xj.SamplingConfig(temperature=1.0, min_p=0.01)
     for off in (
         dict(xtc_probability=1.0, xtc_threshold=0.51),
         dict(dry_multiplier=1.0, dry_penalty_last_n=0),
     ):
-        rows = xj.SamplingConfig(1.0, min_p=0.01, **off)
+        rows = xj.SamplingConfig(temperature=1.0, min_p=0.01, **off)
         for one, other in zip(
             sampled([rows] * 2, logits, False), sampled([plain] * 2, logits, False), strict=True
         ):

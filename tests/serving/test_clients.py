@@ -214,7 +214,7 @@ def test_dataset_generator_under_ray():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         rows = [dict(prompt=f"Say {i}", custom_id=str(i)) for i in range(12)]
-        options = xj.GenerateOptions(4, xj.SamplingConfig(temperature=0.9))
+        options = xj.GenerateOptions(max_tokens=4, sampling=xj.SamplingConfig(temperature=0.9))
         shape = dict(options=options, rows=2, capacity=128, pages=20)
         found = ray.data.from_items(rows).map_batches(
             xj.DatasetGenerator,

@@ -55,7 +55,9 @@ def server(model):
 
 def test_responses_have_the_engines_answers(server, model):
     ids = xj.encode_prompt(model, QUESTION)
-    options = xj.GenerateOptions(12, xj.SamplingConfig(temperature=1.2, top_k=40), logprobs=3, n=2)
+    options = xj.GenerateOptions(
+        max_tokens=12, sampling=xj.SamplingConfig(temperature=1.2, top_k=40), logprobs=3, n=2
+    )
     wanted = server.engine.submit(ids, options, key=jax.random.key(11)).result()
     fields = dict(temperature=1.2, top_k=40, max_tokens=12, n=2, seed=11, return_token_ids=True)
     body = server.ask("chat", messages=QUESTION, logprobs=True, top_logprobs=3, **fields)
@@ -82,7 +84,9 @@ def test_response_without_a_seed_names_one_that_repeats_it(server, model):
         assert 0 <= body["seed"] < 2**53  # a JSON number holds it in every client
         again = server.ask("completion", seed=body["seed"], **fields)
         assert again["choices"][0]["token_ids"] == tokens and again["seed"] == body["seed"]
-        options = xj.GenerateOptions(20, xj.SamplingConfig(1.5), eos_token_ids=())
+        options = xj.GenerateOptions(
+            max_tokens=20, sampling=xj.SamplingConfig(temperature=1.5), eos_token_ids=()
+        )
         key = key_from_seed(body["seed"])
         assert xj.generate(model.params, model.config, [[5, 6, 7]], options, key=key).tokens == [tokens]
     assert drawn[0]["choices"][0]["token_ids"] != drawn[1]["choices"][0]["token_ids"]

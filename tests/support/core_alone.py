@@ -44,12 +44,12 @@ def main(path: str, blocked: str) -> None:
     cache = xj.init_cache(config, rows, 64)
     logits_BV, cache = xj.prefill(params, config, prompts_BT, lengths_B, cache, impl="xla")
     step_BV, _ = decode_step(params, config, np.argmax(logits_BV, -1).astype(np.int32), cache, impl="xla")
-    sampling = xj.SamplingConfig(0.8, 20, 0.9)
+    sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.9)
     eos_ids = np.array([1], np.int32)
     key = jax.random.key(0)
     loop = xj.decode_loop(params, config, logits_BV, cache, key, sampling, eos_ids, 8, impl="xla")
     ids = [row[:length].tolist() for row, length in zip(prompts_BT, lengths_B, strict=True)]
-    options = xj.GenerateOptions(8, sampling, eos_token_ids=(1,), impl="xla")
+    options = xj.GenerateOptions(max_tokens=8, sampling=sampling, eos_token_ids=(1,), impl="xla")
     generated = xj.generate(params, config, ids, options, key=key)
     found = dict(
         logits=[np.asarray(x, np.float64).round(6).tolist() for x in (logits_BTV[0], logits_BV, step_BV)],

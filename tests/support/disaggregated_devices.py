@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-import routed_engines as routes
+import routed_engines
 import tiny
 from random_adapters import random_adapter
 from soak import engine_requests
@@ -34,7 +34,7 @@ def engines_of(engine: xj.Engine, role: str) -> list[xj.Engine]:
 
 
 def options(tokens: int, **more) -> xj.GenerateOptions:
-    return xj.GenerateOptions(tokens, eos_token_ids=(), **more)
+    return xj.GenerateOptions(max_tokens=tokens, eos_token_ids=(), **more)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -103,7 +103,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
 def test_grammars_stop_strings_and_several_answers(one, apart):
     """The state of grammar and detokenizer moves with the row; what ends with its first token does not."""
     asked = [
-        (xj.GenerateOptions(30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
+        (xj.GenerateOptions(max_tokens=30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
         (options(20, n=3, sampling=xj.SamplingConfig(temperature=1.0)), prompt(2, 150)),
         (options(40, stop_strings=("e", "a")), prompt(3, 20)),
         (options(1), prompt(4, 90)),
@@ -163,15 +163,15 @@ def test_recurrent_states_move_with_their_pages():
 
 
 def test_routes_move_with_their_pages():
-    model = routes.build(routes.NAMES[0])
-    ids = routes.prompt(30, 70)
-    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **routes.SHAPE) as engine:
-        requests = [engine.submit(ids, options(tokens), return_routes=True) for tokens in (1, 40, 90)]
-        late = engine.submit(ids, options(40), return_routes=True, deadline=1e-9)
+    model = routed_engines.build(routed_engines.NAMES[0])
+    ids = routed_engines.prompt(30, 70)
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **routed_engines.SHAPE) as engine:
+        requests = [engine.submit(ids, options(tokens), return_routed_experts=True) for tokens in (1, 40, 90)]
+        late = engine.submit(ids, options(40), return_routed_experts=True, deadline=1e-9)
         for request in requests:
             request.result()
-            routes.check(model, ids, *request.answers)
-        assert (late.result().routes[0] == -1).all()
+            routed_engines.check(model, ids, *request.answers)
+        assert (late.result().routed_experts[0] == -1).all()
 
 
 def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
@@ -243,7 +243,7 @@ def test_adapters_and_callers_functions_on_both_sides(model):
     how = dict(processors=dict(less=(less, 1.0)), taps=dict(up={0: steps}), adapters=dict(a=first))
     how |= SHAPE | dict(max_adapters=2, max_rank=3)
     each = [
-        options(40, sampling=xj.SamplingConfig(1.0), **more)
+        options(40, sampling=xj.SamplingConfig(temperature=1.0), **more)
         for more in (dict(processors=dict(less=2.0)), dict(taps=dict(up=3.0)), {}, {})
     ]
     prompts = [prompt(90 + i, 100) for i in range(4)]
@@ -368,7 +368,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         return [engine_requests.outcome(request) for request in requests]
 
     assert all(map(engine_requests.same_outcome, found(), expected))
-    grammar = xj.GenerateOptions(30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+"))
+    grammar = xj.GenerateOptions(max_tokens=30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+"))
     assert (
         front.submit([5, 6, 7], grammar).result(300).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )

@@ -15,7 +15,7 @@ import parity_cases as cases
 import xinfer_jax as xj
 
 NEW = 8
-OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(max_tokens=NEW, eos_token_ids=())
 CACHED = dataclasses.replace(OPTIONS, capacity=128)
 
 

@@ -32,7 +32,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def options(tokens: int) -> xj.GenerateOptions:
-    return xj.GenerateOptions(tokens, eos_token_ids=())
+    return xj.GenerateOptions(max_tokens=tokens, eos_token_ids=())
 
 
 @pytest.fixture(scope="module")

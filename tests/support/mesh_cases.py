@@ -95,10 +95,10 @@ ONE_LAYER = dict(num_hidden_layers=1, layer_types=["full_attention"])
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
 LENGTHS = np.array([12, 7], np.int32)
 FORWARD = jax.jit(xj.forward, static_argnums=1)
-DRAWN = xj.SamplingConfig(0.9, 20, 0.95)
+DRAWN = xj.SamplingConfig(temperature=0.9, top_k=20, top_p=0.95)
 EVERY = dataclasses.replace(
     DRAWN, min_p=0.001, typical_p=0.99, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
-    min_new_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0}, xtc_probability=0.5, xtc_threshold=0.02,
+    min_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0}, xtc_probability=0.5, xtc_threshold=0.02,
     dry_multiplier=0.5, dry_allowed_length=1,
 )  # fmt: skip
 
@@ -152,7 +152,7 @@ def count_collectives(
         model = xj.load_model(write_checkpoint(Path(folder), hf), "float32", mesh=mesh_of(4))
     params = model.params
     config = model.config
-    options = xj.GenerateOptions(4, settings, logprobs=logprobs)
+    options = xj.GenerateOptions(max_tokens=4, sampling=settings, logprobs=logprobs)
     call = validate_call(params, config, [[1, 2, 3], [4, 5]], options, jax.random.key(0))
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
@@ -390,7 +390,7 @@ def an_engine() -> None:
     prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
     penalized = dataclasses.replace(DRAWN, repetition_penalty=1.1)
     settings = xj.SamplingConfig(), DRAWN, penalized, DRAWN
-    options = [xj.GenerateOptions(8, each, eos_token_ids=()) for each in settings]
+    options = [xj.GenerateOptions(max_tokens=8, sampling=each, eos_token_ids=()) for each in settings]
     noisy = dict(processors=dict(noise=3.0), taps=dict(up=2.0))
     options[3] = dataclasses.replace(options[3], **noisy)
     together_key = jax.random.split(jax.random.key(1), 4)
@@ -434,14 +434,16 @@ def caches() -> None:
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [[1, 2, 3], [4, 5]]
     for dtype in ("int8", "gear"):
-        options = xj.GenerateOptions(6, cache_dtype=dtype, eos_token_ids=())
+        options = xj.GenerateOptions(max_tokens=6, cache_dtype=dtype, eos_token_ids=())
         with compiling.programs() as seen:
             outs = [xj.generate(over.params, over.config, prompts, options).tokens for _ in range(2)]
         assert outs[0] == outs[1] == xj.generate(one.params, one.config, prompts, options).tokens
         assert max(seen[name] for name in ("prefill_chunks", "decode", "sample_and_append")) == 1, seen
     with compiling.programs() as seen:
         parts = list(
-            xj.stream(over.params, over.config, prompts[:1], xj.GenerateOptions(40, eos_token_ids=()))
+            xj.stream(
+                over.params, over.config, prompts[:1], xj.GenerateOptions(max_tokens=40, eos_token_ids=())
+            )
         )
     assert len(parts) == 40 and max(seen.values()) <= 2, seen
     cache = xj.init_cache(over.config, 2, 32, mesh=mesh_of(4))
@@ -487,8 +489,8 @@ def _outputs(model: Any, prompt: list[int]) -> tuple[list, np.ndarray, list]:
     """Returns tokens and alternatives, logits, and log-probabilities."""
     tree = (model.params, model.config)
     V = model.config.vocab_size
-    settings = [xj.SamplingConfig(), DRAWN, EVERY, xj.SamplingConfig(5.0)]
-    options = xj.GenerateOptions(4, settings, eos_token_ids=(), logprobs=V, logits=True)
+    settings = [xj.SamplingConfig(), DRAWN, EVERY, xj.SamplingConfig(temperature=5.0)]
+    options = xj.GenerateOptions(max_tokens=4, sampling=settings, eos_token_ids=(), logprobs=V, logits=True)
     out = xj.generate(*tree, [prompt, [5], [6, 7], [EDGE]], options, key=jax.random.key(5))
     ids = [out.tokens]
     numbers = [x for row in out.logprobs for x in row]
@@ -667,7 +669,7 @@ def training() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     over = jax.device_put(params, xj.params.shardings(config, mesh))
     draws = np.random.default_rng(0).random((*TOKENS.shape, 2, config.num_experts)).argsort(-1)
-    given = dict(routes=draws[..., : config.num_experts_per_tok].astype(np.int32))
+    given = dict(routed_experts=draws[..., : config.num_experts_per_tok].astype(np.int32))
     segments = dict(segment_ids_BT=(np.arange(12) >= [[5], [8]]).astype(np.int32))
 
     def gradient(params: Any, arrays: Any, place: Any = None, **how: Any) -> Any:
@@ -761,7 +763,9 @@ def taps() -> None:
     placed_D = jax.device_put(vector_D, NamedSharding(explicit, PartitionSpec()))
     outs = []
     for tree, given_D in ((params, vector_D), (over, placed_D)):
-        options = xj.GenerateOptions(6, eos_token_ids=(), taps={(1, "attention"): xj.Tap(given_D, edit)})
+        options = xj.GenerateOptions(
+            max_tokens=6, eos_token_ids=(), taps={(1, "attention"): xj.Tap(given_D, edit)}
+        )
         outs.append(xj.generate(tree, config, [[1, 2, 3], [4]], options))
     assert outs[0].tokens == outs[1].tokens, outs[1].tokens
     assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
@@ -793,7 +797,7 @@ def explicit_axes() -> None:
 
     want = calls(params, *inputs, keys)
     prompts = [[1, 2, 3], [4]]
-    tokens = xj.generate(params, config, prompts, xj.GenerateOptions(4)).tokens
+    tokens = xj.generate(params, config, prompts, xj.GenerateOptions(max_tokens=4)).tokens
     auto = jax.device_put(params, xj.params.shardings(config, mesh))
     for context in (None, mesh):
         with jax.set_mesh(context):
@@ -802,7 +806,7 @@ def explicit_axes() -> None:
             results, gradients = calls(explicit, *jax.device_put((*inputs, keys), rows))
             assert all(x.sharding.spec[0] == "data" for x in results), results
             jax.tree.map(partial(assert_close, bound=1e-4), (results, gradients), want)
-            assert xj.generate(explicit, config, prompts, xj.GenerateOptions(4)).tokens == tokens
+            assert xj.generate(explicit, config, prompts, xj.GenerateOptions(max_tokens=4)).tokens == tokens
             cache = xj.init_cache(config, 2, 32, mesh=mesh)
             logits_BV, cache = xj.prefill(explicit, config, *inputs, cache)
             assert cache.layers[0].k.sharding.spec[:2] == ("data", "model"), cache.layers[0].k.sharding
@@ -840,7 +844,7 @@ def explicit_axes() -> None:
         assert jax.tree.leaves(xj.params.shardings(config, mesh))[0].mesh == mesh
         explicit = jax.device_put(params, xj.params.shardings(config, mesh))
         engine = xj.Engine(xj.Model(explicit, config), rows=2, capacity=64)
-        answers = [answer.tokens[0] for answer in engine.generate(prompts, xj.GenerateOptions(4))]
+        answers = [answer.tokens[0] for answer in engine.generate(prompts, xj.GenerateOptions(max_tokens=4))]
         engine.update(explicit)
         engine.close()
         assert answers == tokens, answers
@@ -905,14 +909,16 @@ def other_ways() -> None:
     for model in (one, over):
         tree = (model.params, model.config)
         prompts = [[1, 2, 3, 1, 2], [4, 5]]
-        beams = xj.beam_search(*tree, prompts[0], max_new_tokens=5, num_beams=3)
+        beams = xj.beam_search(*tree, prompts[0], max_tokens=5, num_beams=3)
         outs = [
-            xj.generate(*tree, prompts, xj.GenerateOptions(5, eos_token_ids=(), **how))
+            xj.generate(*tree, prompts, xj.GenerateOptions(max_tokens=5, eos_token_ids=(), **how))
             for how in (dict(draft="lookup"), dict(use_cache=False), dict(keep_prefix=True))
         ]
         longer = [[*prompt, *answer, 7] for prompt, answer in zip(prompts, outs[2].tokens, strict=True)]
         outs.append(
-            xj.generate(*tree, longer, xj.GenerateOptions(5, eos_token_ids=(), prefix=outs[2].prefix))
+            xj.generate(
+                *tree, longer, xj.GenerateOptions(max_tokens=5, eos_token_ids=(), prefix=outs[2].prefix)
+            )
         )
         found.append([beams.sequences, *(out.tokens for out in outs)])
     assert found[0] == found[1], found

@@ -8,7 +8,7 @@ import xinfer_jax as xj
 
 NAMES = ("moe-some-layers-dense", "qwen3-next-sparse-step")
 CHANGES = {NAMES[0]: dict(num_hidden_layers=2, mlp_only_layers=[0], decoder_sparse_step=1)}
-SHAPE = dict(rows=2, capacity=256, pages=6, chunk=64, routes=True)
+SHAPE = dict(rows=2, capacity=256, pages=6, chunk=64, routed_experts=True)
 
 
 def build(name: str) -> xj.Model:
@@ -20,7 +20,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(5, 90, length).tolist()
 
 
-score = jax.jit(xj.score, static_argnums=1, static_argnames="return_routes")
+score = jax.jit(xj.score, static_argnums=1, static_argnames="return_routed_experts")
 
 
 def check(model: xj.Model, ids: list[int], answer: xj.types.Answer, params=None) -> None:
@@ -28,15 +28,15 @@ def check(model: xj.Model, ids: list[int], answer: xj.types.Answer, params=None)
     params = model.params if params is None else params
     tokens = [*ids, *answer.sampled]
     padded_1T = np.array([tokens + [0] * (256 - len(tokens))])
-    given = np.full((1, 256, *answer.routes.shape[1:]), -1, np.int32)
-    given[0, : len(tokens)] = answer.routes
+    given = np.full((1, 256, *answer.routed_experts.shape[1:]), -1, np.int32)
+    given[0, : len(tokens)] = answer.routed_experts
     count_1 = np.array([len(tokens)])
-    free = score(params, model.config, padded_1T, count_1, return_routes=True)
-    assert answer.routes.dtype == np.int32 and (answer.routes[-1] == -1).all()
-    np.testing.assert_array_equal(answer.routes[:-1], free.routes[0, : len(tokens) - 1])
+    free = score(params, model.config, padded_1T, count_1, return_routed_experts=True)
+    assert answer.routed_experts.dtype == np.int32 and (answer.routed_experts[-1] == -1).all()
+    np.testing.assert_array_equal(answer.routed_experts[:-1], free.routed_experts[0, : len(tokens) - 1])
     other = jax.tree.map(lambda x: x * 1.1 + 0.01, params)
-    found = score(other, model.config, padded_1T, count_1, return_routes=True).routes
-    assert (found != free.routes).any()
-    replayed = score(params, model.config, padded_1T, count_1, routes=given)
+    found = score(other, model.config, padded_1T, count_1, return_routed_experts=True).routed_experts
+    assert (found != free.routed_experts).any()
+    replayed = score(params, model.config, padded_1T, count_1, routed_experts=given)
     own = np.asarray(replayed)[0, len(ids) - 1 : len(tokens) - 1]
     np.testing.assert_allclose(own, answer.logprobs, atol=1e-4)

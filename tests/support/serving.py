@@ -79,7 +79,7 @@ def run_server(model: Any = None, listening: Any = None, **more: Any) -> Iterato
     log: list[str] = []
     service = Service(dataclasses.replace(SETTINGS, **more), log.append)
     if model is not None:
-        service.start(model, xj.GenerateOptions(200))
+        service.start(model, xj.GenerateOptions(max_tokens=200))
     listening = listening or socket.create_server(("127.0.0.1", 0))
     server = make_server(service)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)

@@ -74,7 +74,7 @@ def check_bodies_and_rows(model) -> None:
     from xinfer_jax.sampling.batched_settings import select_rows, settings_per_row
 
     def parse(**body):
-        default = xj.GenerateOptions(4)
+        default = xj.GenerateOptions(max_tokens=4)
         return parse_request_body(model, "plain", dict(prompt="Hi") | body, default, 99).options.sampling
 
     # Bodies: `toy_places` is nobody's field.
@@ -113,7 +113,7 @@ def check_bodies_and_rows(model) -> None:
         raises(message, xj.SamplingConfig(**{name: [2.5, 1]}).validate)
 
     def tokens(sampling):
-        options = xj.GenerateOptions(2, sampling=sampling)
+        options = xj.GenerateOptions(max_tokens=2, sampling=sampling)
         return xj.generate(model.params, model.config, [[5, 6], [5, 6]], options).tokens
 
     boosted, plain = tokens([wanted, xj.SamplingConfig()])
@@ -153,7 +153,7 @@ def check_flags_files_and_beams(model) -> None:
         *beams,
         sampling=xj.SamplingConfig(toy_boost=1.0),
     )
-    xj.beam_search(*beams, max_new_tokens=2, sampling=xj.SamplingConfig(toy_switch=True))
+    xj.beam_search(*beams, max_tokens=2, sampling=xj.SamplingConfig(toy_switch=True))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ params = model.params
 config = model.config
 
 # Text: one prompt gives a text, a list gives a list.
-options = xj.GenerateOptions(
-    max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.7), stop_strings=["\n"]
-)
+options = xj.GenerateOptions(max_tokens=8, sampling=xj.SamplingConfig(temperature=0.7), stop_strings=["\n"])
 talk = [{"role": "user", "content": "Why?"}]
 assert_type(xj.generate_text(model, "Why?", options, key=jax.random.key(0)), str)
 assert_type(xj.generate_text(model, talk), str)
@@ -45,7 +43,7 @@ assert_type(xj.alternatives_text(model, out)[0][0].probability, float)
 tokens_BT = np.ones((1, 4), np.int32)
 num_tokens_B = np.array([4])
 assert_type(xj.forward(params, config, tokens_BT), tuple[jax.Array, None])
-cache = xj.init_cache(config, batch=1, capacity=16)
+cache = xj.init_cache(config, rows=1, capacity=16)
 assert_type(cache, xj.KVCache)
 assert_type(xj.forward(params, config, tokens_BT, cache, num_tokens_B), tuple[jax.Array, xj.KVCache])
 logits, cache = xj.forward(params, config, tokens_BT, cache)
@@ -53,12 +51,12 @@ assert_type(logits, jax.Array)
 assert_type(cache, xj.KVCache)
 hidden, _ = xj.hidden_states(params, config, tokens_BT)
 assert_type(hidden, jax.Array)
-assert_type(xj.run_model(params, config, tokens_BT, return_routes=True), xj.types.ModelOutput)
+assert_type(xj.run_model(params, config, tokens_BT, return_routed_experts=True), xj.types.ModelOutput)
 assert_type(xj.unembed(params, config, hidden), jax.Array)
 assert_type(xj.embed_tokens(params, config, tokens_BT), jax.Array)
 logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
 state = xj.decode_loop(
-    params, config, logits_BV, cache, jax.random.key(0), xj.SamplingConfig(), np.array([2]), max_new_tokens=4
+    params, config, logits_BV, cache, jax.random.key(0), xj.SamplingConfig(), np.array([2]), max_tokens=4
 )
 assert_type(state, xj.types.Decoded)
 assert_type(cache.truncate(2), xj.KVCache)
@@ -71,4 +69,4 @@ xj.generate_texts(model, "Why?")  # type: ignore[attr-defined]
 xj.generate_text(model, 5)  # type: ignore[call-overload]
 xj.GenerateOptions(max_tokens=5)  # type: ignore[call-arg]
 xj.SamplingConfig.from_hf(5)  # type: ignore[arg-type]
-xj.forward(params, config, tokens_BT, return_routes=True)  # type: ignore[call-arg]
+xj.forward(params, config, tokens_BT, return_routed_experts=True)  # type: ignore[call-arg]

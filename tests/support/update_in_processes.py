@@ -17,7 +17,7 @@ VECTOR = np.linspace(-1, 1, QWEN["hidden_size"], dtype=np.float32)
 BIAS = xj.LogitsProcessor(
     None, lambda s, logits_BV, context: logits_BV + s["by"][:, None] * jnp.sin(jnp.arange(logits_BV.shape[1]))
 )
-OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(max_tokens=60, eos_token_ids=())
 
 
 def answer(engine, updates, update, host) -> None:

@@ -221,7 +221,7 @@ def test_ternary_rows_of_a_batch_equal_rows_alone_and_random_parameters_generate
     path, _ = checkpoint(tmp_path, "autobitlinear", HF | dict(num_hidden_layers=1))
     model = xj.load_model(path, dtype="float32")
     prompts = [[5, 7, 9], list(range(12))]
-    options = xj.GenerateOptions(6, eos_token_ids=())
+    options = xj.GenerateOptions(max_tokens=6, eos_token_ids=())
     both = xj.generate(model.params, model.config, prompts, options)
     alone = [xj.generate(model.params, model.config, [p], options) for p in prompts]
     assert both.tokens == [out.tokens[0] for out in alone]
@@ -256,7 +256,9 @@ def test_tokens_equal_those_of_transformers(tmp_path, way):
         assert np.median(off) < 1e-4 and off.max() < 0.02 * np.abs(wanted[i]).max()
         assert logits_BTV[i, len(prompt) - 1 :][:12].argmax(-1).tolist() == answers[i][0]
     if way == "bitlinear":
-        out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(12, eos_token_ids=()))
+        out = xj.generate(
+            model.params, model.config, prompts, xj.GenerateOptions(max_tokens=12, eos_token_ids=())
+        )
         assert out.tokens == [ids for ids, _ in answers]
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
@@ -20,6 +19,7 @@ from ..formats.files import download_adapter, file_exists, read_json, resolve_di
 from ..formats.tensor_files import on_host, write_whole
 from ..formats.tensors import read_tensor_file
 from ..modes import in_default_modes
+from ..old_names import check_order
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
 from .peft_config import read_modules, read_norms

@@ -102,7 +102,7 @@ def parse_request_body(
     Args:
         kind: as in `ParsedBody`.
         body: the JSON object; null counts as absent.
-        defaults: for absent fields. max_new_tokens is the default of plain lines and the limit of chat's.
+        defaults: for absent fields. max_tokens is the default of plain lines and the limit of chat's.
         max_length: most tokens of a prompt and its answer together.
         escape: control tokens that messages spell stay ordinary text.
         check: called before each prompt is encoded; it raises if nobody needs the body.
@@ -118,7 +118,7 @@ def parse_request_body(
     echo = fields.boolean("echo")
     max_tokens = _requested_max_tokens(fields)
     tools = parse_tools(fields, model.tokenizer)
-    default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_new_tokens)
+    default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_tokens)
     prompts = PromptEncoder(
         fields,
         kind,
@@ -130,7 +130,7 @@ def parse_request_body(
     ).encode(max_length - (default if max_tokens is None else max_tokens))
     left, length = min((min(max_length, _longest_with(config, n)) - n, n) for n in map(len, prompts))
     if max_tokens is None:
-        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, left)
+        max_tokens = _default_max_tokens(kind, echo, defaults.max_tokens, left)
     if max_tokens > left:
         text = (
             f"the prompt has {length} tokens, which with max_tokens {max_tokens} exceeds the limit of"
@@ -155,7 +155,7 @@ def parse_request_body(
     )
     options = dataclasses.replace(
         defaults,
-        max_new_tokens=max(1, max_tokens),
+        max_tokens=max(1, max_tokens),
         sampling=parse_sampling(model.tokenizer, config.vocab_size, fields, defaults.sampling),
         eos_token_ids=() if fields.boolean("ignore_eos") else defaults.eos_token_ids,
         stop_token_ids=fields.token_ids("stop_token_ids", config.vocab_size, MAX_STOP_IDS)
@@ -262,8 +262,8 @@ def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:
     """Raises BodyError where an answer cannot have min_tokens tokens. given: the body has the field."""
-    least = options.sampling.min_new_tokens  # type: ignore[union-attr]
-    most = options.max_new_tokens
+    least = options.sampling.min_tokens  # type: ignore[union-attr]
+    most = options.max_tokens
     if given and least > most:
         raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")
     eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids

@@ -13,23 +13,25 @@ from ..config.model_config import ModelConfig
 from ..generation.options import GenerateOptions, default_capacity
 from ..model.decoder import lm_head
 from ..modes import in_default_modes
+from ..old_names import renamed_arguments
 from ..ops.forms import named
 from ..ops.operation import check_impl
 from ..plugins import load
-from ..weights.params import Params, activation_dtype, cache_dtype
+from ..weights.params import Params, activation_dtype, cache_dtype as default_cache_dtype
 from ..weights.quantized_weight import is_quantized
 from .kernels.expert_kernels import select_experts
 from .kernels.head import select_head_kernel
 from .kernels.product_kernels import Operands, select_product
 
 
+@renamed_arguments(kv_dtype="cache_dtype")
 @in_default_modes
 def kernels_used(
     params: Params,
     config: ModelConfig,
     impl: str | None = None,
     rows: int = 1,
-    kv_dtype: Any = None,
+    cache_dtype: Any = None,
     capacity: int | None = None,
 ) -> dict[str, kernels_pallas.Selection]:
     """Returns which implementation serves each kernel in a `generate` call, and why.
@@ -45,7 +47,7 @@ def kernels_used(
         params, config: the model.
         impl: as in `GenerateOptions`.
         rows: prompts in the call.
-        kv_dtype: `GenerateOptions.cache_dtype`.
+        cache_dtype: `GenerateOptions.cache_dtype`.
         capacity: `GenerateOptions.capacity`; None: what `generate` chooses for a short prompt and its default
             number of new tokens. `default_capacity` computes it for others.
 
@@ -53,10 +55,10 @@ def kernels_used(
         InputError: the impl does not serve this model, or this machine lacks it.
     """
     check_impl(impl)
-    capacity = capacity or default_capacity(config, 1, GenerateOptions.max_new_tokens)
+    capacity = capacity or default_capacity(config, 1, GenerateOptions.max_tokens)
     dtype = activation_dtype(params)
     leaf = lm_head(params)
-    dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
+    dtype_of_cache = resolve_cache_dtype(cache_dtype or default_cache_dtype(params))
     caches = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
     used = {
         kernel: _of_layers([load("kernel selector", kernel)(kernel, impl, *each) for each in operands])

@@ -197,7 +197,9 @@ class LineRequest:
             asked = RequestOptions(
                 prompt_logprobs=1, prompt_logprobs_from=len(context), live=False, adapter=adapter
             )
-            self.requests.append(self._engine.submit(ids, GenerateOptions(1, eos_token_ids=()), asked))
+            self.requests.append(
+                self._engine.submit(ids, GenerateOptions(max_tokens=1, eos_token_ids=()), asked)
+            )
 
     def _scores(self) -> dict[str, Any]:
         for request in self.requests:

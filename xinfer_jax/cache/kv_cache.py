@@ -15,6 +15,7 @@ from ..config.unsupported import check_causal
 from ..errors import InputError, ShortRepr
 from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
+from ..old_names import renamed_arguments
 from .contiguous import Contiguous
 from .stored_kv import Stored, resolve_cache_dtype
 
@@ -32,7 +33,7 @@ class KVCache(ShortRepr):
         reached_B: int32: the longest each row has been; None without rings and states.
         longest_B: int32: tokens that each row may come to have, which decide on longrope's factors; None:
             they are fixed.
-        routes: `RoutePages` with the experts that the tokens used; None: they are not recorded.
+        routed_experts: `RoutePages` with the experts that the tokens used; None: they are not recorded.
     """
 
     layers: tuple[Any, ...]
@@ -40,7 +41,7 @@ class KVCache(ShortRepr):
     overflow_B: jax.Array
     reached_B: jax.Array | None
     longest_B: Any = dataclasses.field(default=None, repr=False)
-    routes: Any = dataclasses.field(default=None, repr=False)
+    routed_experts: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
@@ -103,15 +104,17 @@ class KVCache(ShortRepr):
         return repeat_rows(self, n)
 
 
+@renamed_arguments(batch="rows")
 @in_default_modes
 def init_cache(
-    config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None, mesh: Mesh | None = None
+    config: ModelConfig, rows: int = 1, capacity: int = 256, dtype: Any = None, mesh: Mesh | None = None
 ) -> KVCache:
     """An empty cache. A sliding-window layer keeps window + `RING_SLACK` - 1 slots, rounded up, if that is
     less than the capacity.
 
     Args:
-        config, batch: the model, and rows (B).
+        config: of the model.
+        rows: B, the number of sequences (elsewhere: batch_size).
         capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in
             a process with a TPU.
         dtype: of K and V: a float type, or a name in the table of cache dtypes (`plugins.TABLE`), such as
@@ -120,13 +123,13 @@ def init_cache(
             rows over "data" if it has that axis.
 
     Raises:
-        InputError: batch or capacity below 1; a model without caches; too little memory; or, with rope type
+        InputError: rows or capacity below 1; a model without caches; too little memory; or, with rope type
             `dynamic` or `longrope`, a capacity above the original maximum.
     """
     check_causal(config, "a KV cache")
-    if batch < 1 or capacity < 1:
+    if rows < 1 or capacity < 1:
         raise InputError(
-            f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}"
+            f"a cache needs rows and capacity of at least 1, got rows {rows} and capacity {capacity}"
         )
     if not config.cached_mixers:
         raise InputError("no layer of this model has a cache: call forward without one")
@@ -149,13 +152,13 @@ def init_cache(
 
         mesh, fraction, replicated = cache_mesh(mesh)
     dtype = resolve_cache_dtype(dtype)
-    xp = array_module(batch)
+    xp = array_module(rows)
     if xp is np:  # else the size is not known
-        plan = MemoryPlan(dict(cache=cache_bytes(config, batch, capacity, dtype)), fraction)
+        plan = MemoryPlan(dict(cache=cache_bytes(config, rows, capacity, dtype)), fraction)
         plan.check("ask for less capacity, fewer rows, or a smaller cache dtype")
-    layers = empty_layers(config, batch, capacity, dtype, mesh)
+    layers = empty_layers(config, rows, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
-    counts = (xp.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
+    counts = (xp.zeros(rows, kind) for kind in (np.int32, bool, np.int32))
     length_B, overflow_B, reached_B = jax.device_put(tuple(counts), replicated)  # nothing to compile
     return KVCache(layers, length_B, overflow_B, reached_B if has_limits else None)
 
@@ -196,9 +199,9 @@ def update_layers(
     """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
     tokens' routes if it records them.
     """
-    recorded = cache.routes and cache.routes.record(routes_BTLU, cache.length_B, num_tokens_B)
+    recorded = cache.routed_experts and cache.routed_experts.record(routes_BTLU, cache.length_B, num_tokens_B)
     cache = increase_length(cache, num_tokens_B, cache.capacity)
-    return dataclasses.replace(cache, layers=layers, routes=recorded)
+    return dataclasses.replace(cache, layers=layers, routed_experts=recorded)
 
 
 def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
@@ -212,7 +215,7 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 
 def without_layers(cache: KVCache) -> KVCache:
     """The cache without its layers and routes: only the lengths of its rows."""
-    return dataclasses.replace(cache, layers=(), routes=None)
+    return dataclasses.replace(cache, layers=(), routed_experts=None)
 
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:

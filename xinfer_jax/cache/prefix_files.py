@@ -12,10 +12,10 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..modes import in_default_modes
+from ..old_names import check_order
 from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, init_cache

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..argument_order import check_order
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import plan_tensors, specs_and_leaves
@@ -41,6 +40,7 @@ from ..formats.tensor_files import (
 from ..formats.tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
 from ..formats.text_tensors import has_head, other_tensors
 from ..modes import in_default_modes
+from ..old_names import check_order
 from ..tokenization.tokenizer import Tokenizer
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized

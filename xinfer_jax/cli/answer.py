@@ -60,7 +60,7 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     model = checkpoints[0].model  # of shapes only, for compilation
     sampling = sampling_from_flags(flags, model)
     options = GenerateOptions(
-        flags.max_tokens, sampling, use_cache=flags.use_cache, impl=flags.impl,
+        max_tokens=flags.max_tokens, sampling=sampling, use_cache=flags.use_cache, impl=flags.impl,
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
         draft=draft, draft_tokens=flags.draft_tokens, cache_dtype=flags.cache_dtype,
         grammar=grammar_from_flags(flags),
@@ -177,7 +177,7 @@ class _Beams:
         beams: dict[str, Any] = dict(
             num_beams=flags.num_beams, length_penalty=flags.length_penalty, early_stopping=stopping
         )
-        names = "max_new_tokens", "sampling", "impl", "cache_dtype"
+        names = "max_tokens", "sampling", "impl", "cache_dtype"
         own: dict[str, Any] = {name: getattr(options, name) for name in names}
         self._arguments = beams | own | dict(key=key)
         call = ids, BeamSettings(**beams), GenerateOptions(**own), key

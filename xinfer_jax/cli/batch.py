@@ -37,8 +37,8 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
             "xinfer-jax-batch: this checkpoint has no chat template: prompts are continued as they are"
         )
     options = GenerateOptions(
-        flags.max_tokens, sampling_from_flags(flags, model), stop_strings=tuple(flags.stop),
-        grammar=grammar_from_flags(flags),
+        max_tokens=flags.max_tokens, sampling=sampling_from_flags(flags, model),
+        stop_strings=tuple(flags.stop), grammar=grammar_from_flags(flags),
     )  # fmt: skip
     with capture_signals() as stop:
         report = generate_file(

@@ -78,7 +78,9 @@ class Conversation:
             )
         self._capacity = capacity
         grammar = grammar_from_flags(flags)
-        self._options = GenerateOptions(new, sampling, capacity=capacity, keep_prefix=True, grammar=grammar)
+        self._options = GenerateOptions(
+            max_tokens=new, sampling=sampling, capacity=capacity, keep_prefix=True, grammar=grammar
+        )
         self._key = key_from_seed(flags.seed)
         self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
@@ -115,7 +117,7 @@ class Conversation:
         for first in range(0, len(turns), 2):
             messages = self._system + turns[first:]
             ids = encode_prompt(self._model, messages, escape_control_tokens=self._escape)
-            if len(ids) + self._options.max_new_tokens <= self._capacity:
+            if len(ids) + self._options.max_tokens <= self._capacity:
                 return turns[first:], ids
         raise InputError(
             f"a question of {len(ids)} tokens and its answer exceed {self._capacity} tokens: see --capacity"

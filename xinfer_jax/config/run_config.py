@@ -16,14 +16,14 @@ class RunConfig:
         over: a mesh axis along which a `jax.shard_map` around the layer has divided heads, experts, the MLP's
             features and the cache; None: there is none.
         half: of layers that runs: "attention" (mixers) or "mlp" (feed-forward); None: both.
-        return_routes: the experts that tokens used are returned.
+        return_routed_experts: the experts that tokens used are returned.
     """
 
     impl: str | None = None
     remat: str | Callable | None = None
     over: str | None = None
     half: str | None = None
-    return_routes: bool = False
+    return_routed_experts: bool = False
 
 
 DEFAULT = RunConfig()

@@ -10,6 +10,7 @@ import numpy as np
 from ..generation.output_checks import check_generated
 from ..generation.state import SampledTokens
 from ..model.routes import routes_shape
+from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
 from .row import Row
 
@@ -32,7 +33,7 @@ class Progress(NamedTuple):
     start: int = 0  # tokens that were reported before; the next four are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    processed: Sequence[float] = ()
+    processed_logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
     tokens: int = 0  # number of its tokens, without an EOS or stop id
     reason: str | None = None  # its finish_reason; None: it goes on
@@ -43,7 +44,7 @@ class Progress(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
     switches: Sequence[Any] = ()  # all of `Answer.switches`
-    routes: Any = ()  # `Answer.recorded_routes`
+    routed_experts: Any = ()  # `Answer.recorded_routes`
     error: BaseException | None = None  # why its request failed
 
 
@@ -54,7 +55,7 @@ class Answer:
     Attributes:
         tokens: ids so far, without an EOS or stop id at the end.
         logprobs: the model's log-probability of each, and of that id.
-        processed: those after the logits processors, if its request asks for them.
+        processed_logprobs: those after the logits processors, if its request asks for them.
         alternatives: with options.logprobs: of each of `logprobs`.
         number: its place among the answers of its request.
         switches: the versions of the engine's parameters, for `Engine.replay`.
@@ -62,11 +63,14 @@ class Answer:
             "error"; None before the end.
     """
 
+    routes = OldAttribute("routed_experts")
+    processed = OldAttribute("processed_logprobs")
+
     def __init__(self, request: Any, row: Row, number: int):
         self.tokens: list[int] = []
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
-        self.processed: list[float] = []
+        self.processed_logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.switches: list[Switch] = []
         self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
@@ -100,18 +104,18 @@ class Answer:
         return [self.switches[bisect_right(begins, i) - 1] for i in range(len(self.logprobs))]
 
     @property
-    def routes(self) -> np.ndarray | None:
+    def routed_experts(self) -> np.ndarray | None:
         """int32 [tokens of the prompt and of `sampled`, L, U] at the end, if its request asks for them: the
         experts that each token used when its keys were computed, as `score` takes them. -1: of the last
         token, which had no keys yet, and of all if the answer ended while it had no slot.
         """
-        if not self.request.request_options.return_routes:
+        if not self.request.request_options.return_routed_experts:
             return None
         tokens = len(self.request.ids) + len(self.sampled)
-        routes = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
+        routed_experts = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
         recorded = np.asarray(self.recorded_routes)[:tokens]
-        routes[: len(recorded)] = recorded.reshape(-1, *routes.shape[1:])
-        return routes
+        routed_experts[: len(recorded)] = recorded.reshape(-1, *routed_experts.shape[1:])
+        return routed_experts
 
     def record_version(
         self, version: int, recomputes: bool = False, adapter_version: int | None = None
@@ -140,7 +144,7 @@ class Answer:
         ids: list[int],
         logprobs: list[float],
         finished: bool,
-        processed: Sequence[float] = (),
+        processed_logprobs: Sequence[float] = (),
         alternatives: Sequence[TokenLogprobs] = (),
     ) -> bool:
         """Appends sampled tokens with what is recorded of each; finished: the last is an EOS or stop id.
@@ -148,7 +152,7 @@ class Answer:
         that the grammar forbids.
         """
         options = self.request.call.options
-        self.processed += processed
+        self.processed_logprobs += processed_logprobs
         self.alternatives += alternatives
         ending = finished and ids[-1]
         if self.matcher is not None:
@@ -160,12 +164,17 @@ class Answer:
             if self._detokenizer is not None:
                 self._detokenizer.push(token)
                 if self._detokenizer.ended:
-                    for per_token in (self.sampled, self.logprobs, self.processed, self.alternatives):
+                    for per_token in (
+                        self.sampled,
+                        self.logprobs,
+                        self.processed_logprobs,
+                        self.alternatives,
+                    ):
                         del per_token[len(self.tokens) :]
                     return self._check_end("stop")
         if finished:
             return self._check_end("stop" if ending in options.stop_token_ids else "eos")
-        if len(self.sampled) >= options.max_new_tokens:
+        if len(self.sampled) >= options.max_tokens:
             return self._check_end("length")
         return not np.isfinite(logprobs).all() and self._check_end("error")
 
@@ -175,10 +184,10 @@ class Answer:
         self.end(reason)
         return True
 
-    def end(self, reason: str, routes: Any = None) -> None:
+    def end(self, reason: str, routed_experts: Any = None) -> None:
         """The answer ends, unless it has ended. routes: its `recorded_routes`; None: they stay."""
-        if routes is not None:
-            self.recorded_routes = routes
+        if routed_experts is not None:
+            self.recorded_routes = routed_experts
         self.finish_reason = self.finish_reason or reason
 
     def count_passes(self, passes: int, accepted: int) -> None:
@@ -192,7 +201,7 @@ class Answer:
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         return Progress(
-            start, self.sampled[start:], self.logprobs[start:], self.processed[start:],
+            start, self.sampled[start:], self.logprobs[start:], self.processed_logprobs[start:],
             self.alternatives[start:], len(self.tokens), self.finish_reason, self.row.hits, self.passes,
             self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
             self.recorded_routes, request.error,
@@ -208,12 +217,12 @@ class Answer:
             request.times.setdefault("prefill", now - (new.prefill_seconds or 0.0))
             request.times.setdefault("first", now)
         self.switches = [Switch(*switch) for switch in new.switches] or self.switches
-        self.recorded_routes = new.routes
+        self.recorded_routes = new.routed_experts
         self.passes = new.passes
         self.accepted = new.accepted
         known = max(0, len(self.logprobs) - new.start)
         self.alternatives += new.alternatives[known:]
-        self.processed += new.processed[known:]
+        self.processed_logprobs += new.processed_logprobs[known:]
         self.logprobs += new.logprobs[known:]
         self.sampled += new.sampled[known:]
         self.tokens += self.sampled[len(self.tokens) : new.tokens]
@@ -221,7 +230,7 @@ class Answer:
 
     def continue_from(self, first: "Answer") -> None:
         """Goes on after the first token of an answer that another engine prefilled."""
-        self.append(first.sampled, first.logprobs, False, first.processed, first.alternatives)
+        self.append(first.sampled, first.logprobs, False, first.processed_logprobs, first.alternatives)
         self.switches = list(first.switches)
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 

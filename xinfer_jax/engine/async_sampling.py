@@ -10,6 +10,7 @@ import numpy as np
 from ..checks import check_integer, check_token_ids
 from ..errors import InputError, ShortRepr
 from ..generation.options import GenerateOptions, options_or_default
+from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from .answers import Answer
@@ -23,27 +24,29 @@ class SampleOutput(ShortRepr):
     Attributes:
         tokens_T: int32: all that was sampled, with the EOS or stop id.
         logprobs_T: float32: log-probability of each token before any logits processor.
-        processed_T: float32: after all of them, temperature included: of the distribution that the token was
-            sampled from.
+        processed_logprobs_T: float32: after all of them, temperature included: of the distribution that the
+            token was sampled from.
         versions_T: int32: version of the weights that each token was sampled by (`Engine.update`).
         adapter_versions_T: int32: of its adapter (`Engine.update_adapter`); 0: it has none.
         finish_reason: "eos", "stop", "length", "deadline", or "aborted" (by `Engine.update`).
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
-        routes: as in `Answer`, where `return_routes` asks for them.
+        routed_experts: as in `Answer`, where `return_routed_experts` asks for them.
         answer: what it was made of, for `Engine.replay`; None once it was copied or pickled.
     """
 
     tokens_T: np.ndarray
     logprobs_T: np.ndarray
-    processed_T: np.ndarray
+    processed_logprobs_T: np.ndarray
     versions_T: np.ndarray
     adapter_versions_T: np.ndarray
     finish_reason: str
     seed: int
     alternatives: list[TokenLogprobs] | None = None
-    routes: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     answer: Answer | None = dataclasses.field(default=None, repr=False, compare=False)
+    routes = OldAttribute("routed_experts")
+    processed_T = OldAttribute("processed_logprobs_T")
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict(answer=None)
@@ -116,12 +119,12 @@ class AsyncSampling:
         return SampleOutput(
             np.array(answer.sampled, np.int32),
             np.array(answer.logprobs, np.float32),
-            np.array(answer.processed, np.float32),
+            np.array(answer.processed_logprobs, np.float32),
             np.array(answer.token_versions, np.int32),
             np.array(answer.adapter_versions, np.int32),
             answer.finish_reason or "",
             seed,
             list(answer.alternatives) if options.logprobs else None,
-            answer.routes,
+            answer.routed_experts,
             answer,
         )

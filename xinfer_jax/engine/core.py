@@ -185,7 +185,7 @@ class EngineCore:
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
-            "routes": answer.request.request_options.return_routes,
+            "routed_experts": answer.request.request_options.return_routed_experts,
             "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
@@ -227,7 +227,7 @@ class EngineCore:
         answer.record_version(self.weights.version)
         outputs, targets, alternatives = self.prefill_chunk(chunk, row.slot)
         if row.logprobs_from is not None:
-            logprobs_1T = np.asarray(alternatives.processed_BT)
+            logprobs_1T = np.asarray(alternatives.processed_logprobs_BT)
             count_1 = np.array([len(targets)])
             top = request.request_options.prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
@@ -296,7 +296,7 @@ class EngineCore:
         running = [answer for answer in in_time if answer.row in self.answers]
         if not running:  # all are late, or have failed
             return
-        left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
+        left = [answer.request.call.options.max_tokens - len(answer.sampled) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
@@ -367,7 +367,9 @@ class EngineCore:
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
-        processed = out.alternatives.processed_BT[slot, :count].tolist() if request.recorded else ()
+        processed_logprobs = (
+            out.alternatives.processed_logprobs_BT[slot, :count].tolist() if request.recorded else ()
+        )
         alternatives: Sequence[TokenLogprobs] = ()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
@@ -377,7 +379,7 @@ class EngineCore:
         ids = out.tokens_BT[slot, :count].tolist()
         logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
-            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]), processed, alternatives)
+            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]), processed_logprobs, alternatives)
         except InputError as error:
             self._fail(request, error)
             return True
@@ -411,12 +413,15 @@ class EngineCore:
                 self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        routes = None
-        if answer.request.request_options.return_routes and answer.row.state in ("prefilling", "running"):
+        routed_experts = None
+        if answer.request.request_options.return_routed_experts and answer.row.state in (
+            "prefilling",
+            "running",
+        ):
             parts = jax.device_get(self.device.copy_routes(answer.row.pages))
             numbers = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-            routes = numbers[: answer.row.num_computed]
-        answer.end(reason, routes)
+            routed_experts = numbers[: answer.row.num_computed]
+        answer.end(reason, routed_experts)
         for kept in (self._swapped, self._restarted):
             kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it

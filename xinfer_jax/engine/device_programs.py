@@ -44,7 +44,7 @@ class RowSteps(NamedTuple):
 
     strategy: Any  # `Plain`, or `Speculative` by prompt lookup
     capacity: int
-    recorded: int  # of each token: 0: no alternatives, 1: `processed_BT` alone, 2: all
+    recorded: int  # of each token: 0: no alternatives, 1: `processed_logprobs_BT` alone, 2: all
 
 
 class RowsCall(NamedTuple):
@@ -79,14 +79,14 @@ def paged_cache(
         return Paged(k, v, mixer.window, capacity, table_BP)
 
     layers = tuple(map(layer, config.cached_mixers))
-    routes = next((RoutePages(k, v, None, capacity, table_BP) for (k, v), table_BP in pools), None)
+    routed_experts = next((RoutePages(k, v, None, capacity, table_BP) for (k, v), table_BP in pools), None)
     longest_B = None if config.rope.switches_at is None else longest_B
-    return KVCache(layers, length_B, overflow_B, None, longest_B, routes)
+    return KVCache(layers, length_B, overflow_B, None, longest_B, routed_experts)
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
     """(k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
-    paged = cache.kv_layers if cache.routes is None else (*cache.kv_layers, cache.routes)
+    paged = cache.kv_layers if cache.routed_experts is None else (*cache.kv_layers, cache.routed_experts)
     return tuple((layer.k, layer.v) for layer in paged)
 
 

@@ -356,7 +356,7 @@ class Device:
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
         if self._shape.num_routes:
-            stages["routes"] = lambda: self.copy_routes([0])
+            stages["routed_experts"] = lambda: self.copy_routes([0])
         if self._shape.role != "decode":
             chunk = [0] * self._shape.chunk
             stages["chunk"] = lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True)
@@ -431,7 +431,9 @@ class Device:
     @property
     def _empty_call(self) -> ValidatedCall:
         """A call with default settings."""
-        return validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
+        return validate_call(
+            self.params, self.config, [[0]], GenerateOptions(max_tokens=1, eos_token_ids=()), None
+        )
 
     def _initial_rows(self, new: Sequence[NewRow]) -> DecodeState:
         """`new_rows` without processors, in host memory."""

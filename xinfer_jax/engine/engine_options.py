@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..old_names import keyword_options
+
 
 def _option(default: Any, flag: bool = True, recorded: bool = True, **limits: Any) -> Any:
     """Returns a field.
@@ -21,7 +23,8 @@ def _option(default: Any, flag: bool = True, recorded: bool = True, **limits: An
     return dataclasses.field(default=default, metadata=dict(flag=flag, recorded=recorded, **limits))
 
 
-@dataclasses.dataclass(frozen=True)
+@keyword_options(routes="routed_experts")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The arguments of an engine: `Engine(model, rows=4)` is `Engine(model, EngineOptions(rows=4))`, which
     checks them.
@@ -60,8 +63,8 @@ class EngineOptions:
         max_adapters: adapters that it has place for. Default: the given ones.
         max_rank: of each adapter. All take the place of one of this rank on every matrix of the layers.
             Default: the largest of the given ones, or 16.
-        routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
-            `submit`.
+        routed_experts: pages also record which experts of a mixture their tokens use, for
+            `return_routed_experts` of `submit`.
         processors: logits processors of yours (`LogitsProcessor`) by name, each with the arguments of a
             request that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a
             request names them; they are applied in this order. Other requests keep their bits.
@@ -89,7 +92,7 @@ class EngineOptions:
     adapters: Mapping[str, Any] | None = _option(None, flag=False, recorded=False)
     max_adapters: int | None = _option(None, recorded=False, least=0)
     max_rank: int | None = _option(None, recorded=False, least=1)
-    routes: bool = _option(False, flag=False)
+    routed_experts: bool = _option(False, flag=False)
     processors: Mapping[str, tuple[Any, Any]] | None = _option(None, flag=False)
     taps: Mapping[str, Mapping[int, Any]] | None = _option(None, flag=False)
 

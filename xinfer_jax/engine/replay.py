@@ -100,7 +100,7 @@ class _Replay:
         adapter = HeldAdapter("", 0, b"") if request.adapter else None
         self._row = Row(
             request.ids,
-            options.max_new_tokens,
+            options.max_tokens,
             logprobs_from=0 if scored else None,
             adapter=adapter,
             factors=request.factors,

@@ -8,10 +8,12 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import InputError, format_value
+from ..old_names import keyword_options
 from .device_programs import MAX_LOGPROBS
 
 
-@dataclasses.dataclass(frozen=True)
+@keyword_options(return_routes="return_routed_experts")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Options of `Engine.submit`, `submit_many` and `sample`, which also take each of them by its name.
 
@@ -39,10 +41,10 @@ class RequestOptions:
         content_after: stop strings count in the content only, not in the reasoning; this is what the prompt
             has of the answer already: "<think>", a header of Harmony, or "". None: they count everywhere.
         processed_logprobs: also compute the log-probability of each sampled token after the logits
-            processors, temperature included: `Answer.processed`.
+            processors, temperature included: `Answer.processed_logprobs`.
         adapter: the name of a LoRA adapter that the engine holds (`add_adapter`); None: the model alone.
-        return_routes: also give the experts that each token of the prompt and the answer used:
-            `Answer.routes`, of an engine with `routes=True`.
+        return_routed_experts: also give the experts that each token of the prompt and the answer used:
+            `Answer.routed_experts`, of an engine with `routed_experts=True`.
     """
 
     priority: int = 0
@@ -59,7 +61,7 @@ class RequestOptions:
     content_after: str | None = None
     processed_logprobs: bool = False
     adapter: str | None = None
-    return_routes: bool = False
+    return_routed_experts: bool = False
 
     def checked(self, has_routes: bool) -> "RequestOptions":
         """Returns them with the types above and the time of arrival; has_routes: the engine records them.
@@ -72,8 +74,10 @@ class RequestOptions:
         for name in ("salt", "client"):
             if not isinstance(text := getattr(self, name), str):
                 raise InputError(f"{name} must be a string, got {format_value(text)}")
-        if self.return_routes and not has_routes:
-            raise InputError("return_routes needs an engine that records them: make it with routes=True")
+        if self.return_routed_experts and not has_routes:
+            raise InputError(
+                "return_routed_experts needs an engine that records them: make it with routed_experts=True"
+            )
         for name, most in (("prompt_logprobs", MAX_LOGPROBS), ("prompt_logprobs_from", None)):
             if self.prompt_logprobs is not None:
                 values[name] = check_integer(name, getattr(self, name), 0, most)

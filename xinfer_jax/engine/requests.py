@@ -70,11 +70,11 @@ class Request:
     def _new_row(self, number: int, prefills: bool) -> Row:
         """The row of an answer. prefills: this engine prefills the prompt."""
         asked = self.request_options
-        max_new_tokens = self.call.options.max_new_tokens
+        max_tokens = self.call.options.max_tokens
         scores = asked.prompt_logprobs is not None and number == 0 and prefills
         row = Row(
             self.ids,
-            max_new_tokens,
+            max_tokens,
             priority=asked.priority,
             answer_group=number // self.engine.rows,
             salt=asked.salt.encode("utf-8", "surrogatepass"),
@@ -117,7 +117,9 @@ class Request:
             token_versions=[answer.token_versions for answer in answers],
             adapter=self.adapter.name if self.adapter else None,
             adapter_versions=[answer.adapter_versions for answer in answers] if self.adapter else None,
-            routes=[answer.routes for answer in answers] if self.request_options.return_routes else None,
+            routed_experts=[answer.routed_experts for answer in answers]
+            if self.request_options.return_routed_experts
+            else None,
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
@@ -131,8 +133,8 @@ class Request:
 
     @property
     def recorded(self) -> int:
-        """What is recorded of each token beside its log-probability: 0: nothing, 1: `Answer.processed`, 2:
-        alternatives too.
+        """What is recorded of each token beside its log-probability: 0: nothing, 1:
+        `Answer.processed_logprobs`, 2: alternatives too.
         """
         return 2 if self.call.options.logprobs else int(self.request_options.processed_logprobs)
 

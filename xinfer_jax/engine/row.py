@@ -45,7 +45,7 @@ class Row:
     """One answer of a request (vLLM: a sequence)."""
 
     ids: Sequence[int]  # the prompt
-    max_new_tokens: int
+    max_tokens: int
     priority: int = 0  # higher goes first
     # Answer j of a request is in group j // slots. Rows of a lower group go first, among those of one client.
     answer_group: int = 0
@@ -124,14 +124,14 @@ class Row:
         """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
         if self.is_prefilled:
             self.logprobs_from = None  # they are known
-        self.max_new_tokens -= len(ids) - len(self.ids)
+        self.max_tokens -= len(ids) - len(self.ids)
         self.ids = ids
         self.num_computed = 0
 
     @property
     def longest(self) -> int:
         """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""
-        return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
+        return len(self.ids) + (self.max_tokens if self.max_tokens > 1 else 0)
 
     @property
     def pages_to_continue(self) -> int:

@@ -178,7 +178,7 @@ class Scheduler:
         for row in self.rows_with_slots:
             if row.state == "running":  # an older row may have preempted it just now
                 # The keys of the last sampled token are never written.
-                left = max(0, len(row.ids) + row.max_new_tokens - 1 - row.num_computed)
+                left = max(0, len(row.ids) + row.max_tokens - 1 - row.num_computed)
                 if not self._allocate(row, row.num_computed + min(steps, left), actions):
                     actions.append(self._preempt(row))
         return actions

@@ -145,7 +145,7 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
         cache_dtype=default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype),
         state_bytes=of_state,
         snapshots=max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0,
-        num_routes=math.prod(routes_shape(config)) if options.routes else 0,
+        num_routes=math.prod(routes_shape(config)) if options.routed_experts else 0,
         adapter_bytes=(num_adapters + 1) * _adapter_bytes(model, options.max_rank) if num_adapters else 0,
     )
     sizes["page_bytes"] = (

@@ -55,7 +55,7 @@ def requests_of(
     [1], into which no number is folded any more; or None, for greedy answers. Raises InputError.
     """
     model = engine.model
-    request_options = request_options.checked(engine.routes)
+    request_options = request_options.checked(engine.routed_experts)
     name = request_options.adapter
     adapter = None if name is None else engine.adapters.find(name)
     given = options_or_default(options)
@@ -103,7 +103,7 @@ def _checked_options(engine: Any, options: GenerateOptions) -> GenerateOptions:
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = Row(call.prompts[0], options.max_new_tokens).longest
+    total = Row(call.prompts[0], options.max_tokens).longest
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -111,7 +111,7 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     ):
         if count > limit:
             raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
-    request = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
+    request = f"prompt of {call.longest} tokens + max_tokens {options.max_tokens}"
     if total > engine.usable_capacity:
         raise ContextLengthError(
             f"{request} exceeds the {engine.usable_capacity} that a row of this engine can hold: shorten it,"

@@ -38,7 +38,7 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     """The bytes of a call that decodes so many rows. Raises InputError if they exceed the memory."""
     options = call.options
     config = call.config
-    new = options.max_new_tokens
+    new = options.max_tokens
     per_token = 12 + 16 * options.logprobs + 4 * config.vocab_size * options.logits
     _, fraction = _mesh_of(call.params)
     parts = dict(weights=tree_bytes(call.params), cache=0)
@@ -56,7 +56,7 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     parts |= program_parts(config, tokens, rows, 18 if has_all_settings(call.sampling_B) else 9)
     parts["results"] = rows * (bucket(new) * per_token + 4 * bucket(call.longest))
     plan = MemoryPlan(parts, fraction)
-    plan.check("ask for fewer max_new_tokens or rows, or a smaller cache dtype")
+    plan.check("ask for fewer max_tokens or rows, or a smaller cache dtype")
     return plan
 
 
@@ -98,7 +98,7 @@ def _sizes(call: ValidatedCall) -> StateSizes:
     history = call.history_size if ordered else None
     end_ids = -(-max(1, len(call.end_ids)) // _EOS_MULTIPLE) * _EOS_MULTIPLE
     alternatives = options.logprobs if options.logprobs or options.logits else None
-    output = bucket(options.max_new_tokens)
+    output = bucket(options.max_tokens)
     return StateSizes(history, output, call.num_masks, end_ids, alternatives, options.logits)
 
 
@@ -146,7 +146,7 @@ def settings_of_rows(
     eos_RE = np.full((len(prompt_R), end_ids), -1, np.int32)
     eos_RE[:, : len(eos)] = eos
     eos_RE[:, end_ids - len(options.stop_token_ids) :] = options.stop_token_ids
-    limit_R = np.full(len(prompt_R), options.max_new_tokens, np.int32)
+    limit_R = np.full(len(prompt_R), options.max_tokens, np.int32)
     return RowSettings(answer_keys(call.key, prompt_R, answer_R), sampling_R, eos_RE, limit_R)
 
 

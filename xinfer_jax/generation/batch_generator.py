@@ -121,7 +121,7 @@ class BatchGenerator:
             outputs, *rest = self._prefill(executor, *jax.eval_shape(self._new_caches))
             carry = self._sample(executor, outputs), *rest
             first = compiler.num_programs
-            if self._call.options.max_new_tokens > 1:
+            if self._call.options.max_tokens > 1:
                 if self._call.options.use_cache:
                     decoder.decode(self._strategy, self._constants, carry, np.int32(1))
                 else:
@@ -140,7 +140,7 @@ class BatchGenerator:
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
         widths = [self._executor.prefill_width(tokens, call.prompt_rows) for tokens in longest]
-        kinds = self._decodes_whole, call.greedy, options.max_new_tokens > 1
+        kinds = self._decodes_whole, call.greedy, options.max_tokens > 1
         return self._strategy, call.answers, *kinds, *sizes, options.impl, *widths, arrays
 
     def start(self) -> None:
@@ -171,7 +171,7 @@ class BatchGenerator:
         with Stopwatch() as compiling:
             self._compiler.wait()
         with Stopwatch() as decoding:
-            steps = min(steps, self._call.options.max_new_tokens - self.steps)
+            steps = min(steps, self._call.options.max_tokens - self.steps)
             while steps > 0 and self.active_R.any():
                 count = steps
                 if self._grammars and self._grammars.need_masks(self.active_R):  # step by step
@@ -215,7 +215,7 @@ class BatchGenerator:
     @property
     def active_R(self) -> np.ndarray:
         """bool: the row continues."""
-        return ~self.generated.finished_B & (self.generated.count_B < self._call.options.max_new_tokens)
+        return ~self.generated.finished_B & (self.generated.count_B < self._call.options.max_tokens)
 
     @property
     def steps(self) -> int:
@@ -278,7 +278,7 @@ class BatchGenerator:
         def reason(ids: list[int], finished: bool) -> str:
             if finished:
                 return "stop" if ids[-1] in options.stop_token_ids else "eos"
-            return "length" if stopped_at is None or len(ids) == options.max_new_tokens else "stop"
+            return "length" if stopped_at is None or len(ids) == options.max_tokens else "stop"
 
         ends = list(zip(rows, finished_R, strict=True))
         out = GenerateOutput(

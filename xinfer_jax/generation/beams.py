@@ -19,6 +19,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_token_counts, format_value
 from ..model.decoder import ModelOutput
+from ..old_names import renamed_arguments
 from ..ops.operation import without_mesh_context
 from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
@@ -70,6 +71,7 @@ class BeamSettings:
     early_stopping: bool | str = False
 
 
+@renamed_arguments(max_new_tokens="max_tokens")
 @without_mesh_context
 def beam_search(  # noqa: PLR0913  a public function
     params: Params,
@@ -80,7 +82,7 @@ def beam_search(  # noqa: PLR0913  a public function
     num_return_sequences: int | None = None,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    max_new_tokens: int = 32,
+    max_tokens: int = 32,
     eos_token_ids: Sequence[int] | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     key: jax.Array | None = None,
@@ -103,7 +105,7 @@ def beam_search(  # noqa: PLR0913  a public function
         early_stopping: True: stop at num_beams ended sequences. False: stop when the best beam, scored at its
             present length, is no better than the worst of these. "never": stop when no beam could become
             better at any length.
-        max_new_tokens: traced, like length_penalty: another number below the same power of two compiles
+        max_tokens: traced, like length_penalty: another number below the same power of two compiles
             nothing.
         eos_token_ids: any of them ends a sequence; None: the model's own; (): none.
         sampling: None: `SamplingConfig()`. The logits processors change each beam's log-probabilities, given
@@ -128,10 +130,10 @@ def beam_search(  # noqa: PLR0913  a public function
     with Stopwatch() as setup:
         sampling = SamplingConfig() if sampling is None else sampling
         options = GenerateOptions(
-            max_new_tokens,
-            sampling,
-            eos_token_ids,
-            capacity,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            capacity=capacity,
             impl=impl,
             cache_dtype=cache_dtype,
             processors=processors,
@@ -150,7 +152,7 @@ def beam_search(  # noqa: PLR0913  a public function
     caches = [cache]
     del cache  # so that the executor can free it
     with Stopwatch() as searching:
-        found = jax.device_get(search.search(search.executor, outputs, caches, call.options.max_new_tokens))
+        found = jax.device_get(search.search(search.executor, outputs, caches, call.options.max_tokens))
     check_overflow(call, lengths)  # of the prompts; the length of the beams is known and fits
     sequences, scores, longest = _lists(call, found, search.returned)
     stats.prefill_seconds = prefilling.seconds
@@ -185,7 +187,7 @@ class BeamSearchPlan:
         returned = beams if settings.num_return_sequences is None else settings.num_return_sequences
         self.returned = check_integer("num_return_sequences", returned, 1)
         _check(call, beams, self.returned, settings.length_penalty, settings.early_stopping)
-        steps = call.options.max_new_tokens
+        steps = call.options.max_tokens
         shortest = min(map(len, call.prompts))
         early_stopping = settings.early_stopping if beams > 1 else True  # one beam ends at its first EOS
         tail = bucket(call.longest - shortest + steps)
@@ -235,7 +237,7 @@ def _check(
     call: ValidatedCall, num_beams: int, returned: int, length_penalty: Any, early_stopping: Any
 ) -> None:
     """Raises InputError for invalid arguments that only a beam search has."""
-    new = call.options.max_new_tokens
+    new = call.options.max_tokens
     vocab_size = call.config.vocab_size
     ends = len(call.end_ids)
     if returned > num_beams:
@@ -262,18 +264,18 @@ def _check(
         )
     possible = _possible(vocab_size, ends, new, num_beams)
     if possible < num_beams:
-        asked_for = f"max_new_tokens {new} and a vocabulary of {vocab_size} with {ends} EOS ids"
+        asked_for = f"max_tokens {new} and a vocabulary of {vocab_size} with {ends} EOS ids"
         raise InputError(
             f"num_beams {num_beams} exceeds the {possible} different sequences that {asked_for} allow: lower"
-            " num_beams or raise max_new_tokens"
+            " num_beams or raise max_tokens"
         )
 
 
-def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> int:
+def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
     """How many different sequences there are, or `enough` where there are more."""
     ended = 0
     running = 1
-    for _ in range(max_new_tokens):
+    for _ in range(max_tokens):
         if ended + running >= enough:
             return enough
         ended = ended + running * ends

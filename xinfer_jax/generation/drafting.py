@@ -86,7 +86,7 @@ class Drafting:
 def _check_model(draft: Any, call: ValidatedCall) -> Any:
     config = draft.config
     longest = call.longest
-    new = call.options.max_new_tokens
+    new = call.options.max_tokens
     remedy = "its state cannot go back from rejected tokens: give another draft model, or 'lookup'"
     check_supported(config, "draft model", "a draft model is", remedy)
     if config.vocab_size != call.config.vocab_size:
@@ -95,7 +95,7 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
     for width in config.head_widths:
         check_head_dim(width, call.options.cache_dtype)
     if config.context_length < longest + new:
-        need = f"prompt of {longest} tokens + max_new_tokens {new}"
+        need = f"prompt of {longest} tokens + max_tokens {new}"
         raise InputError(f"{need} exceeds the draft's context limit {config.context_length}")
     fixed = with_fixed_rope(config, longest + new, longest + new)
     return draft if fixed is config else dataclasses.replace(draft, config=fixed)

@@ -34,7 +34,7 @@ def generate(
     Padding rows cost their share of a step.
 
     On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
-    `max_new_tokens` exceed 256; else, and where the host writes a grammar's masks, it calls programs of a few
+    `max_tokens` exceed 256; else, and where the host writes a grammar's masks, it calls programs of a few
     layers, as `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits
     whatever is compiled already. On GPUs, on meshes and with taps it is always a loop.
 
@@ -49,9 +49,9 @@ def generate(
             log-probabilities that are not finite, or no token that is allowed.
     """
     call = validate_call(params, config, prompts, options, key)
-    long = call.rows * call.options.max_new_tokens > _LOOP_TOKENS
+    long = call.rows * call.options.max_tokens > _LOOP_TOKENS
     batch = BatchGenerator(call, decodes_whole=long and not call.needs_masks)
     batch.start()
     while batch.active_R.any():
-        batch.decode(call.options.max_new_tokens)
+        batch.decode(call.options.max_tokens)
     return batch.output()

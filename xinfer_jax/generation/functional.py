@@ -19,6 +19,7 @@ from ..errors import InputError, format_value
 from ..model.decoder import Inputs, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
+from ..old_names import OldAttribute, renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
 from ..sampling.batched_settings import has_all_settings, settings_per_row, used_settings
 from ..sampling.context import init_context
@@ -51,19 +52,20 @@ class Decoded(DecodeState):
         context: what the logits processors need.
         tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
         logprobs_BT: float32: their log-probabilities before any logits processor.
-        alternatives: `logprobs=k`: `processed_BT`, the log-probabilities after all processors; and of the k
-            most likely tokens `id_BTA` and `logprob_BTA` before them, `processed_id_BTA` and
-            `processed_logprob_BTA` after them. None: not asked for.
+        alternatives: `logprobs=k`: `processed_logprobs_BT`, the log-probabilities after all processors; and
+            of the k most likely tokens `id_BTA` and `logprobs_BTA` before them, `processed_id_BTA` and
+            `processed_logprobs_BTA` after them. None: not asked for.
         output_start_B: None.
         cache: with all tokens but the last one of each row.
         at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
-        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `run_model`; -1
+        routed_experts: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `run_model`; -1
             from a row's last token on, on which the model has not run.
     """
 
     cache: KVCache | None = None
     at_capacity_B: Any = None
-    routes: Any = None
+    routed_experts: Any = None
+    routes = OldAttribute("routed_experts")
 
 
 class _LoopArrays(NamedTuple):
@@ -158,6 +160,7 @@ def decode_step(
     return step(params, config, token_B, cache, RunConfig(impl))
 
 
+@renamed_arguments(max_new_tokens="max_tokens", return_routes="return_routed_experts")
 @in_default_modes
 def decode_loop(  # noqa: PLR0913  a public function
     params: Params,
@@ -167,7 +170,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     row_key_B: jax.Array,
     sampling_B: SamplingConfig,
     eos_ids: AnyArray,
-    max_new_tokens: int | AnyArray,
+    max_tokens: int | AnyArray,
     *,
     seen_BV: AnyArray | None = None,
     history_BS: AnyArray | None = None,
@@ -177,12 +180,12 @@ def decode_loop(  # noqa: PLR0913  a public function
     processors: "Sequence[tuple[LogitsProcessor, Any]] | None" = None,
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
-    return_routes: bool = False,
+    return_routed_experts: bool = False,
     taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
-    """Samples tokens on the device until every row has an EOS id or max_new_tokens.
+    """Samples tokens on the device until every row has an EOS id or max_tokens.
 
     Args:
         params, config: the model.
@@ -191,13 +194,13 @@ def decode_loop(  # noqa: PLR0913  a public function
         row_key_B: one PRNG key per row, or one that is split for them.
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
-        max_new_tokens: at least 1: a number, or int32 [B]. Traced: others compile nothing if output_size is
+        max_tokens: at least 1: a number, or int32 [B]. Traced: others compile nothing if output_size is
             the same. A number below 1 that the caller traces counts as 1.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             samples.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with space for the new
             ones. `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it.
-        output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
+        output_size: T of the results, and the most tokens; None: max_tokens, which then must not be
             traced by the caller.
         logprobs: k: the results have `alternatives`: the log-probability of each token after the logits
             processors, and before and after them the k most likely tokens, which may be none. None: they
@@ -210,7 +213,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw, of greedy rows too, after all
             processors and filters. It must not choose a logit of -inf; ids are clipped to the vocabulary.
         stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
-        return_routes: the results have `routes`, the experts of the tokens of a model with mixtures.
+        return_routed_experts: the results have `routed_experts`, the experts of the tokens of a model with
+            mixtures.
         taps, donate, impl: as in `prefill`; a tap gets the hidden states of one token of each row.
 
     Returns:
@@ -237,7 +241,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     if history_BS is not None:
         check_array("history_BS", history_BS, np.integer, B, "tokens")
         history_BS = history_BS.astype(np.int32)
-    size, limit = _size(max_new_tokens, output_size, B)
+    size, limit = _size(max_tokens, output_size, B)
     _check_capacity(impl, cache, limit - 1)
     logprobs = None if logprobs is None else check_integer("logprobs", logprobs, 0, V)
     key_B = row_keys(row_key_B, B)
@@ -269,36 +273,36 @@ def decode_loop(  # noqa: PLR0913  a public function
     eos_E = jnp.asarray(eos_ids, jnp.int32)
     tokens = seen_BV, history_BS
     rows = _LoopArrays(key_B, sampling_B, eos_E, limit, *tokens, automata, callers, Extras(taps=taps))
-    run_config = RunConfig(impl, return_routes=return_routes)
-    state, cache, at_capacity_B, routes = loop(
+    run_config = RunConfig(impl, return_routed_experts=return_routed_experts)
+    state, cache, at_capacity_B, routed_experts = loop(
         params, Plain(config, stop), logits_BV, cache, rows, bucket(size), logprobs, run_config
     )
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
-    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded | dict(routes=routes))
+    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded | dict(routed_experts=routed_experts))
     return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
 
 
-def _size(max_new_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
+def _size(max_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
     """T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
     size = None if output_size is None else check_integer("output_size", output_size, 1)
-    if is_traced(max_new_tokens):
+    if is_traced(max_tokens):
         if size is None:
             raise InputError(
-                "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
+                "decode_loop with a traced max_tokens needs output_size, the static size of its results"
             )
-        has_shape = max_new_tokens.shape in ((), (rows,))
-        if not has_shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
+        has_shape = max_tokens.shape in ((), (rows,))
+        if not has_shape or not jnp.issubdtype(max_tokens.dtype, np.integer):
             what = f"a whole number of at least 1, or one for each of {rows} rows"
-            raise InputError(f"max_new_tokens must be {what}, got {max_new_tokens!r}")
-        return size, jnp.clip(max_new_tokens.astype(jnp.int32), 1, size)
-    if np.ndim(max_new_tokens):
-        check_array("max_new_tokens", max_new_tokens, np.integer, rows)
-        limit_B = np.asarray(max_new_tokens, np.int32)
-        check_range("max_new_tokens:", limit_B, 1, 2**31 - 1)
+            raise InputError(f"max_tokens must be {what}, got {max_tokens!r}")
+        return size, jnp.clip(max_tokens.astype(jnp.int32), 1, size)
+    if np.ndim(max_tokens):
+        check_array("max_tokens", max_tokens, np.integer, rows)
+        limit_B = np.asarray(max_tokens, np.int32)
+        check_range("max_tokens:", limit_B, 1, 2**31 - 1)
         size = size or int(limit_B.max())
         return size, np.minimum(limit_B, size)
-    most = check_integer("max_new_tokens", max_new_tokens, 1)
+    most = check_integer("max_tokens", max_tokens, 1)
     return size or most, np.int32(min(most, size or most))
 
 
@@ -357,14 +361,16 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logpr
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))
-    routes = []
-    if run_config.return_routes:
+    routed_experts = []
+    if run_config.return_routed_experts:
         from ..model.routes import free_routes  # optional: routes
 
-        routes = [free_routes(plain.config, (B, size))]
-    state, cache, *routes = decode(plain, (params, rows.extras), (state, cache, *routes), size, run_config)
+        routed_experts = [free_routes(plain.config, (B, size))]
+    state, cache, *routed_experts = decode(
+        plain, (params, rows.extras), (state, cache, *routed_experts), size, run_config
+    )
     at_capacity_B = (limit_B < rows.limit) & ~state.finished_B & (state.length_B >= limit_B)
-    results = state, cache, at_capacity_B, routes[0] if routes else None
+    results = state, cache, at_capacity_B, routed_experts[0] if routed_experts else None
     remedy = "compute the log-probabilities of its tokens by score"
     return without_gradient(results, "decode_loop", remedy)
 

@@ -13,13 +13,13 @@ def check_tokens_left(call: ValidatedCall, row: int, ids: list[int]) -> None:
     prompt = row // call.answers
     settings = call.sampling_B
     wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
-    wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.end_ids]
+    wrong += [i for i, token in enumerate(ids[: settings.min_tokens[prompt]]) if token in call.end_ids]
     wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
     wrong += _bad_words(call.prompts[prompt], ids, settings.bad_words_ids[prompt], call.end_ids)
     if wrong:
         raise NoTokenLeftError(
             f"row {row}, step {min(wrong)}: the settings leave no token that can be chosen: loosen the"
-            " allowed and forbidden ids, bad_words_ids, no_repeat_ngram_size or min_new_tokens, or ask for"
+            " allowed and forbidden ids, bad_words_ids, no_repeat_ngram_size or min_tokens, or ask for"
             " fewer tokens"
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_token_counts, format_value
+from ..old_names import OldAttribute, keyword_options
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from .executor import bucket
@@ -23,15 +24,16 @@ if TYPE_CHECKING:
 MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 
 
-@dataclasses.dataclass(frozen=True)
+@keyword_options(max_new_tokens="max_tokens")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Options of `generate`, `stream` and the text functions.
 
     Attributes:
-        max_new_tokens: most new tokens of a row, EOS included; at least 1.
+        max_tokens: most new tokens of a row, EOS included; at least 1.
         sampling: how a token is sampled: for all prompts, or one per prompt.
         eos_token_ids: any of them ends a row; None: the model's own (`ModelConfig.eos_token_ids`, which
-            `load_model` finds); (): none, rows end at max_new_tokens.
+            `load_model` finds); (): none, rows end at max_tokens.
         capacity: tokens that a row of the cache can hold; None: what the call needs, rounded up.
         use_cache: False: compute the whole sequence again for every token, for comparisons.
         impl: of the operations: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
@@ -55,7 +57,7 @@ class GenerateOptions:
         logits: also return the logits of every step, before any logits processor: float32 [steps, V] per row.
         grammar: what an answer has to be: from `json_schema`, `json_object`, `regex`, `lark` or `choice`; one
             for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
-            answer that reaches max_new_tokens before is cut. None: anything.
+            answer that reaches max_tokens before is cut. None: anything.
         processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
             `history_BS` of their context has the prompts' tokens. Of a request to an engine: {name:
             arguments} of processors that it was made with; None: its default arguments.
@@ -63,7 +65,7 @@ class GenerateOptions:
             a request to an engine: {name: factor} of vectors that it was made with.
     """
 
-    max_new_tokens: int = 128
+    max_tokens: int = 128
     sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()
     eos_token_ids: Sequence[int] | None = None
     capacity: int | None = None
@@ -100,7 +102,7 @@ class GenerateOutput:
         token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
         adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
             `token_versions` the version of the adapter; else None.
-        routes: of an engine that is asked for them: `Answer.routes`; else None.
+        routed_experts: of an engine that is asked for them: `Answer.routed_experts`; else None.
     """
 
     tokens: list[list[int]]
@@ -113,7 +115,8 @@ class GenerateOutput:
     token_versions: list[list[int]] | None = None
     adapter: str | None = None
     adapter_versions: list[list[int]] | None = None
-    routes: list[Any] | None = None
+    routed_experts: list[Any] | None = None
+    routes = OldAttribute("routed_experts")
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())
@@ -132,9 +135,9 @@ class GenerateOutput:
         return dataclasses.replace(self, **picked)
 
 
-def default_capacity(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> int:
+def default_capacity(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
     """The capacity of the cache if the caller gives none. prompt_tokens: of the longest prompt."""
-    return min(bucket(prompt_tokens) + bucket(max_new_tokens), config.context_length)
+    return min(bucket(prompt_tokens) + bucket(max_tokens), config.context_length)
 
 
 def options_or_default(options: Any) -> GenerateOptions:

@@ -11,6 +11,7 @@ from ..checks import check_array, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..modes import in_default_modes
+from ..old_names import add_old_names, renamed_arguments
 from ..weights.params import AnyArray, Params
 from .functional import Decoded, prefill
 
@@ -23,19 +24,23 @@ class PackedRollout(NamedTuple):
         num_tokens_B: int32: of prompt and answer.
         mask_BT: bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`.
         logprobs_BT: float32 [B, T-1]: of sampled tokens, as they were sampled; else 0.
-        routes: int32 [B, T, L, U], as `score` takes them, where the answer has them.
+        routed_experts: int32 [B, T, L, U], as `score` takes them, where the answer has them.
     """
 
     tokens_BT: jax.Array
     num_tokens_B: jax.Array
     mask_BT: jax.Array
     logprobs_BT: jax.Array
-    routes: jax.Array | None = None
+    routed_experts: jax.Array | None = None
 
 
+add_old_names(PackedRollout, routes="routed_experts")
+
+
+@renamed_arguments(prompt_routes="prompt_routed_experts")
 @in_default_modes
 def pack_rollout(
-    prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routes: AnyArray | None = None
+    prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routed_experts: AnyArray | None = None
 ) -> PackedRollout:
     """Returns each prompt followed by its answer, with the log-probabilities at the entries of `score`.
 
@@ -46,7 +51,8 @@ def pack_rollout(
         prompt_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real.
         out: what `decode_loop` returned for these rows; with routes these are packed as well.
-        prompt_routes: those of the prompt, from `run_model`; None: -1, so `score` chooses its experts again.
+        prompt_routed_experts: those of the prompt, from `run_model`; None: -1, so `score` chooses its experts
+            again.
 
     Raises:
         InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number
@@ -56,10 +62,12 @@ def pack_rollout(
     check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
     B, T = prompt_BT.shape
     check_range("num_tokens_B:", num_tokens_B, 0, T)
-    if prompt_routes is not None:
-        if out.routes is None:
-            raise InputError("the answer has no routes: give return_routes=True to decode_loop")
-        check_array("prompt_routes", prompt_routes, jnp.integer, B, T, *out.routes.shape[2:])
+    if prompt_routed_experts is not None:
+        if out.routed_experts is None:
+            raise InputError("the answer has no routes: give return_routed_experts=True to decode_loop")
+        check_array(
+            "prompt_routed_experts", prompt_routed_experts, jnp.integer, B, T, *out.routed_experts.shape[2:]
+        )
     prompt_B = jnp.asarray(num_tokens_B, jnp.int32)
     size = T + out.tokens_BT.shape[1]
     index_BT = jnp.arange(size) - prompt_B[:, None]  # of the answer's tokens
@@ -76,10 +84,12 @@ def pack_rollout(
         return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt, row.dtype), widths), row)
 
     tokens_BT = pack(prompt_BT, out.tokens_BT)
-    sampled_BT = out.logprobs_BT if out.alternatives is None else out.alternatives.processed_BT
+    sampled_BT = out.logprobs_BT if out.alternatives is None else out.alternatives.processed_logprobs_BT
     logprobs_BT = pack(None, sampled_BT)[:, 1:]
-    routes = None if out.routes is None else pack(prompt_routes, out.routes, -1)
-    return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routes)
+    routed_experts = (
+        None if out.routed_experts is None else pack(prompt_routed_experts, out.routed_experts, -1)
+    )
+    return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routed_experts)
 
 
 @in_default_modes

@@ -23,6 +23,7 @@ from ..errors import InputError, format_value
 from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head, unembed
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
+from ..old_names import OldAttribute, renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
@@ -48,14 +49,15 @@ class Scores:
         entropy_BT: of the distribution.
         kl_BT: KL(this model ‖ reference).
         topk_kl_BT: sum over the teacher's tokens of p (log p - log q); p: the teacher.
-        routes: int32 [B, T, L, U]: experts of token t itself, -1 at padding.
+        routed_experts: int32 [B, T, L, U]: experts of token t itself, -1 at padding.
     """
 
     logprobs_BT: jax.Array
     entropy_BT: jax.Array | None = None
     kl_BT: jax.Array | None = None
     topk_kl_BT: jax.Array | None = None
-    routes: jax.Array | None = None
+    routed_experts: jax.Array | None = None
+    routes = OldAttribute("routed_experts")
 
 
 class _ScoreArrays(NamedTuple):
@@ -70,14 +72,15 @@ class _ScoreArrays(NamedTuple):
 def score(
     params: Params, config: ModelConfig, tokens_BT: AnyArray, num_tokens_B: AnyArray | None = None, *,
     inputs_BTD: AnyArray | None = None, segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
-    return_routes: Literal[False] = False, temperature: float | AnyArray = 1.0,
+    positions_BT: AnyArray | None = None, routed_experts: AnyArray | None = None,
+    return_routed_experts: Literal[False] = False, temperature: float | AnyArray = 1.0,
     entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
     chunk: int | None = None, taps: "Taps | None" = None, remat: Any = None,
     impl: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def score(*args: Any, **how: Any) -> Any: ...
+@renamed_arguments(routes="routed_experts", return_routes="return_routed_experts")
 @in_default_modes
 def score(  # noqa: PLR0913  a public function
     params: Params,
@@ -88,8 +91,8 @@ def score(  # noqa: PLR0913  a public function
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
-    return_routes: bool = False,
+    routed_experts: AnyArray | None = None,
+    return_routed_experts: bool = False,
     temperature: float | AnyArray = 1.0,
     entropy: bool = False,
     reference: Params | None = None,
@@ -115,8 +118,9 @@ def score(  # noqa: PLR0913  a public function
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
         segment_ids_BT, positions_BT, remat: as in `run_model`. The first token of a segment has the
             log-probability 0.
-        routes, return_routes: as in `run_model`: the experts of token t, whose output gives entry t. The
-            router has gradients by the weights of the experts used. A reference model chooses its own.
+        routed_experts, return_routed_experts: as in `run_model`: the experts of token t, whose output gives
+            entry t. The router has gradients by the weights of the experts used. A reference model chooses
+            its own.
         temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
         reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
@@ -151,10 +155,10 @@ def score(  # noqa: PLR0913  a public function
     for name, given in (("segment_ids_BT", segment_ids_BT), ("positions_BT", positions_BT)):
         if given is not None:
             check_array(name, given, np.integer, B, T)
-    if routes is not None:
-        check_array("routes", routes, np.integer, B, T, "layers", "experts")
+    if routed_experts is not None:
+        check_array("routed_experts", routed_experts, np.integer, B, T, "layers", "experts")
         if config.num_experts:
-            check_range("routes: expert", routes, -1, config.num_experts - 1)
+            check_range("routes: expert", routed_experts, -1, config.num_experts - 1)
     if taps is not None:
         from ..model.taps import check_edits  # optional: taps
 
@@ -169,14 +173,14 @@ def score(  # noqa: PLR0913  a public function
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     is_one = isinstance(temperature, int | float) and temperature == 1
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
-    run_config = RunConfig(impl, remat, return_routes=return_routes)
+    run_config = RunConfig(impl, remat, return_routed_experts=return_routed_experts)
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
     arrays = _ScoreArrays(temperature_B11, reference, teacher_topk)
-    extras = Extras(routes=routes, taps=taps)
+    extras = Extras(routed_experts=routed_experts, taps=taps)
     scores, used = _score(params, config, inputs, arrays, extras, entropy, chunk, run_config)
-    if return_routes:
-        scores = dataclasses.replace(scores, routes=used)
-    is_more = entropy or return_routes or reference is not None or teacher_topk is not None
+    if return_routed_experts:
+        scores = dataclasses.replace(scores, routed_experts=used)
+    is_more = entropy or return_routed_experts or reference is not None or teacher_topk is not None
     return scores if is_more else scores.logprobs_BT
 
 
@@ -208,6 +212,7 @@ def map_logits(
     return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
 
 
+@renamed_arguments(batch_size="rows")
 @in_default_modes
 def score_completions(
     params: Params,
@@ -215,7 +220,7 @@ def score_completions(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     *,
-    batch_size: int = 16,
+    rows: int = 16,
     impl: str | None = None,
 ) -> list[list[float]]:
     """Returns the log-probability of every token of each completion after its prompt. For multiple choice:
@@ -225,7 +230,7 @@ def score_completions(
         params, config: the model.
         prompts: token ids, at least one per prompt.
         completions: one per prompt; token ids, at least one.
-        batch_size: how many are scored at a time.
+        rows: how many are scored at a time (elsewhere: batch_size).
         impl: as in `score`.
 
     Returns:
@@ -241,18 +246,18 @@ def score_completions(
         raise InputError(
             f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion"
         )
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, got {batch_size}")
-    rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    if (longest := max(map(len, rows))) > config.context_length:
+    if rows < 1:
+        raise InputError(f"rows must be at least 1, got {rows}")
+    texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    if (longest := max(map(len, texts))) > config.context_length:
         raise InputError(
             f"prompt + completion of {longest} tokens exceed the model's context limit"
             f" {config.context_length}: shorten them"
         )
-    size = min(batch_size, next_power_of_two(len(rows)))
+    size = min(rows, next_power_of_two(len(texts)))
     found = []
-    for at in range(0, len(rows), size):
-        batch = rows[at : at + size]
+    for at in range(0, len(texts), size):
+        batch = texts[at : at + size]
         tokens_BT, num_tokens_B = pad_prompts(batch, config.context_length, size)  # full: one program
         found += list(np.asarray(score(params, config, tokens_BT, num_tokens_B, impl=impl))[: len(batch)])
     return [
@@ -271,7 +276,7 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
     if reference is not None:
         reference = jax.tree.map(lax.stop_gradient, reference)
         alone = inputs._replace(embeddings_BTD=None)
-        plain = dataclasses.replace(run_config, return_routes=False)
+        plain = dataclasses.replace(run_config, return_routed_experts=False)
         of_reference_BTD = apply_model(reference, config, alone, None, NO_EXTRAS, plain).hidden
         of_reference_BTD = of_reference_BTD[:, :-1]
     ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
@@ -304,7 +309,7 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
     of_tokens = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
     scores = _map_tokens(part, lm_head(params)["weight"], chunk, *of_tokens)
     read = config, tokens_BT, inputs.num_tokens_B, inputs.segment_ids_BT, inputs.embeddings_BTD is None
-    return Scores(**mask_scores(vars(scores), *read)), out.routes
+    return Scores(**mask_scores(vars(scores), *read)), out.routed_experts
 
 
 def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) -> Any:

@@ -38,7 +38,7 @@ def generate_in_steps(
     params: Params,
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_tokens: int,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     eos_token_ids: Sequence[int] = (),
     key: jax.Array | None = None,
@@ -48,7 +48,7 @@ def generate_in_steps(
     Args:
         params, config: the model.
         prompts: token ids, at least one per prompt.
-        max_new_tokens: the most tokens of each answer.
+        max_tokens: the most tokens of each answer.
         sampling: the settings of all rows, or of each; None: greedy.
         eos_token_ids: ids that end an answer.
         key: one PRNG key (row i then uses `fold_in(key, i)`) or one per prompt; None: any, for greedy rows.
@@ -65,11 +65,11 @@ def generate_in_steps(
     # What sampling needs of each row: its key, its settings, its limit, the ids that end it, and its tokens.
     key_B = row_keys(jax.random.key(0) if key is None else key, B)
     sampling_B = settings_per_row(sampling or SamplingConfig(), B, V)
-    limit_B = np.full(B, max_new_tokens, np.int32)
+    limit_B = np.full(B, max_tokens, np.int32)
     eos_BE = np.tile(np.array(eos_token_ids, np.int32), (B, 1))
-    capacity = int(length_B.max()) + max_new_tokens
+    capacity = int(length_B.max()) + max_tokens
     settings = RowSettings(jax.random.key_data(key_B), sampling_B, eos_BE, limit_B)
-    state = state_of_rows(prompts, V, settings, StateSizes(capacity, max_new_tokens))
+    state = state_of_rows(prompts, V, settings, StateSizes(capacity, max_tokens))
 
     # Keys and values of the prompts. Padding is not written.
     cache = init_cache(config, B, capacity, cache_dtype(params))

@@ -78,7 +78,7 @@ class Speculative(Strategy):
         counts = dataclasses.replace(draft, cache=None)
         args = state, draft_BT, counts, lengths, executor.run_config
         state, counts, lengths, continues = executor.call(_VERIFY, out.hidden, *args, takes_hidden=True)
-        cache = dataclasses.replace(lengths, layers=out.cache.layers, routes=out.cache.routes)
+        cache = dataclasses.replace(lengths, layers=out.cache.layers, routed_experts=out.cache.routed_experts)
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
     def draft_call(self, context: Context) -> tuple[Any, ...]:

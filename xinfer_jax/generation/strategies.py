@@ -57,14 +57,14 @@ class Plain(Strategy):
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         params, extras = constants
-        state, cache, *routes = carry
+        state, cache, *routed_experts = carry
         model = RunnableModel(params, self.config, extras)
         out = executor.forward(model, last_token, (state.progress,), cache, 0)
-        if routes:
+        if routed_experts:
             last = jnp.arange(len(state.token_B)), state.length_B - 1
-            routes = [routes[0].at[last].set(out.routes[:, 0], mode="drop")]
+            routed_experts = [routed_experts[0].at[last].set(out.routed_experts[:, 0], mode="drop")]
         state, active_B = executor.sample(out.hidden, state)
-        return (self.ended(state), out.cache, *routes), active_B
+        return (self.ended(state), out.cache, *routed_experts), active_B
 
     def ended(self, state: DecodeState) -> DecodeState:
         """The state in which rows have ended as `stop` says; only within a trace."""

@@ -85,20 +85,20 @@ class ValidatedCall:
     @functools.cached_property
     def history_size(self) -> int:
         """Tokens of the longest row, rounded up so that few programs are compiled."""
-        return bucket(self.longest) + bucket(self.options.max_new_tokens)
+        return bucket(self.longest) + bucket(self.options.max_tokens)
 
     @functools.cached_property
     def capacity(self) -> int:
         """Tokens that a row of the cache can hold."""
         if self.options.prefix is not None:
             return self.options.prefix.cache.capacity
-        new = self.options.max_new_tokens
+        new = self.options.max_tokens
         return self.options.capacity or default_capacity(self.config, self.longest, new)
 
     @functools.cached_property
     def num_draft_tokens(self) -> int:
         """Draft tokens per step; at most what fits into the answer and the cache: others would be dropped."""
-        return min(self.options.draft_tokens, bucket(self.options.max_new_tokens), self.capacity - 1)
+        return min(self.options.draft_tokens, bucket(self.options.max_tokens), self.capacity - 1)
 
     @functools.cached_property
     def num_masks(self) -> int:
@@ -155,7 +155,7 @@ def validate_call(
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
     if key is None:  # greedy: any keys serve, and these compile nothing
         key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
-    config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
+    config = with_fixed_rope(config, shortest, longest + options.max_tokens)
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     key = check_key(key, len(prompts))
@@ -184,7 +184,7 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
             raise InputError(f"{name} must be True or False, got {format_value(value)}")
     values: dict[str, Any] = {"n": check_integer("n", options.n, 1, _MAX_ANSWERS)}
     bounds = dict(
-        max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MAX_ANSWERS),
+        max_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MAX_ANSWERS),
         logprobs=(0, None), draft_tokens=(1, MAX_DRAFT_TOKENS),
     )  # fmt: skip
     for name, (least, most) in bounds.items():
@@ -247,7 +247,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
     """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
-    new = options.max_new_tokens
+    new = options.max_tokens
     computed = longest + (new if new > 1 else 0)  # a single token comes from the prompt's own logits
     prefix_capacity = options.prefix.cache.capacity if options.prefix else None
     limits = (
@@ -259,7 +259,7 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
     dynamic = " (rope type 'dynamic' changes its frequencies there)" if is_dynamic else ""
     for limit, name, remedy in limits:
         if limit is not None and computed > limit:
-            need = f"prompt of {longest} tokens + max_new_tokens {new}"
+            need = f"prompt of {longest} tokens + max_tokens {new}"
             raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
 
 

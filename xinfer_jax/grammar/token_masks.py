@@ -23,7 +23,7 @@ _WALKS = 3  # random texts that a new grammar is tried with
 _WALK_TOKENS = 8
 _NOT_ALLOWED = (
     "the settings leave no token that the grammar allows: loosen logit_bias, allowed, forbidden or"
-    " bad words, min_new_tokens, or the grammar"
+    " bad words, min_tokens, or the grammar"
 )
 
 # Without a closing quote it matches too, and so takes each character once.

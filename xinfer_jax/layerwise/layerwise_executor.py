@@ -160,7 +160,9 @@ class LayerwiseExecutor:
         if alternatives is not None:
             args = outputs, taken_BV, token_B, state
             parts = [self.run(RECORD, part, *args) for part in alternatives.parts]
-            alternatives = dataclasses.replace(parts[-1], processed_BT=parts[0].processed_BT)
+            alternatives = dataclasses.replace(
+                parts[-1], processed_logprobs_BT=parts[0].processed_logprobs_BT
+            )
         state, active_B = self.run(APPEND, outputs, token_B, state)
         return dataclasses.replace(state, alternatives=alternatives), active_B
 
@@ -189,7 +191,7 @@ class LayerwiseExecutor:
         caches: list = [None] * len(config.cached_mixers) if cache is None else list(cache.layers)
         embed_args = make_inputs, args, lengths, capacity
         x_BTD, positions, inputs, lengths = self.run(EMBED, *outer, _of_outer(extras), *embed_args)
-        if routes := cache and cache.routes:
+        if routed_experts := cache and cache.routed_experts:
             free = free_routes_of_layers(config, x_BTD.shape[:2])
             inputs = tuple(x._replace(route_BTU=y) for x, y in zip(inputs, free, strict=True))
         experts: list[Any] = []
@@ -210,10 +212,10 @@ class LayerwiseExecutor:
             for i, layer in zip(used, new, strict=True):
                 caches[i] = layer
             experts += group_experts
-        if routes:
-            routes = self.run(RECORD_ROUTES, routes, experts, positions)
+        if routed_experts:
+            routed_experts = self.run(RECORD_ROUTES, routed_experts, experts, positions)
         if cache is not None:
-            cache = dataclasses.replace(lengths, layers=tuple(caches), routes=routes)
+            cache = dataclasses.replace(lengths, layers=tuple(caches), routed_experts=routed_experts)
         return x_BTD if prefills else logits_BTV, cache
 
 

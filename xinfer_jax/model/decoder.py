@@ -14,6 +14,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError
+from ..old_names import add_old_names, renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.layers import embed, linear, norm, products, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
@@ -45,17 +46,21 @@ class ModelOutput(NamedTuple):
         hidden: of each token, after the final norm, [B, T, D] in the dtype of the activations; undefined at
             padding.
         cache: with the tokens appended; None without one.
-        routes: int32 [B, T, L, U]: the experts that each token used in the L layers with a mixture, -1 at
-            padding; None unless they are asked for.
+        routed_experts: int32 [B, T, L, U]: the experts that each token used in the L layers with a mixture,
+            -1 at padding; None unless they are asked for.
         reads: the hidden states [B, T, D] that taps read, by their keys; None without taps.
     """
 
     hidden: Any
     cache: Any = None
-    routes: Any = None
+    routed_experts: Any = None
     reads: Any = None
 
 
+add_old_names(ModelOutput, routes="routed_experts")
+
+
+@renamed_arguments(routes="routed_experts")
 def forward(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -65,7 +70,7 @@ def forward(  # noqa: PLR0913  a public function
     *,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
+    routed_experts: AnyArray | None = None,
     taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
@@ -78,7 +83,7 @@ def forward(  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids; in a trace those outside the vocabulary get another's embedding.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        segment_ids_BT, positions_BT, routes, remat: as in `run_model`.
+        segment_ids_BT, positions_BT, routed_experts, remat: as in `run_model`.
         taps: as in `run_model`; none of them reads.
         impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
@@ -96,11 +101,12 @@ def forward(  # noqa: PLR0913  a public function
         check_none_reads(taps, config, "forward")
     out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
-        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
+        positions_BT=positions_BT, routed_experts=routed_experts, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
     return unembed(params, config, out.hidden), out.cache
 
 
+@renamed_arguments(routes="routed_experts", return_routes="return_routed_experts")
 @over_any_mesh
 def run_model(  # noqa: PLR0913  a public function
     params: Params,
@@ -112,8 +118,8 @@ def run_model(  # noqa: PLR0913  a public function
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
-    return_routes: bool = False,
+    routed_experts: AnyArray | None = None,
+    return_routed_experts: bool = False,
     taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
@@ -128,10 +134,10 @@ def run_model(  # noqa: PLR0913  a public function
         segment_ids_BT: int32, without a cache: several texts in a row, each a run of one id. A token sees
             its segment only, so each has the results that it has in a row of its own.
         positions_BT: int32, without a cache: of tokens, for RoPE; None: from 0 in each segment.
-        routes: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a mixture, of
-            the router's input at that token; their weights are by the router's scores, as ever. A token with
-            -1 in a layer has the experts that the router chooses.
-        return_routes: the result has `routes`.
+        routed_experts: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a
+            mixture, of the router's input at that token; their weights are by the router's scores, as ever. A
+            token with -1 in a layer has the experts that the router chooses.
+        return_routed_experts: the result has `routed_experts`.
         taps: by layer, what is done with the residual stream after it (-1: with the embeddings, from which
             inputs of each layer, as Gemma 4 has, were computed before; the last: before the final norm). Or
             by pairs, all keys: (3, "attention"), before the MLP of layer 3, and (3, "layer"), after it.
@@ -144,10 +150,10 @@ def run_model(  # noqa: PLR0913  a public function
             another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
     """
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
-    extras = Extras(routes=routes, taps=taps)
-    run_config = RunConfig(impl, remat, return_routes=return_routes)
+    extras = Extras(routed_experts=routed_experts, taps=taps)
+    run_config = RunConfig(impl, remat, return_routed_experts=return_routed_experts)
     out = apply_model(params, config, inputs, cache, extras, run_config)
-    return out if return_routes else out._replace(routes=None)
+    return out if return_routed_experts else out._replace(routed_experts=None)
 
 
 def apply_model(
@@ -178,15 +184,15 @@ def apply_model(
         run_all = TappedLayers(extras.taps, config)
     args = x_BTD, positions, of_layers, extras, caches, run_config
     out = run_all(params["layers"], all_layers(config), *args)
-    routes = None
+    routed_experts = None
     if any(of_layer.route_BTU is not None for of_layer in of_layers):
         from .routes import routes_used  # optional: routes
 
-        routes = routes_used(out.experts, positions)
+        routed_experts = routes_used(out.experts, positions)
     if cache is not None:
-        cache = update_layers(cache, out.caches, positions.num_tokens_B, routes)
+        cache = update_layers(cache, out.caches, positions.num_tokens_B, routed_experts)
     hidden_BTD = last_norm(params, config, out.hidden_BTD)
-    return ModelOutput(hidden_BTD, cache, routes, getattr(run_all, "reads", None))
+    return ModelOutput(hidden_BTD, cache, routed_experts, getattr(run_all, "reads", None))
 
 
 def embed_inputs(
@@ -222,12 +228,12 @@ def embed_inputs(
     of_layers = [LayerInputs()] * config.num_hidden_layers
     if config.hidden_size_per_layer_input:
         of_layers = list(map(LayerInputs, _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)))
-    records_routes = cache is not None and cache.routes is not None
-    if run_config.return_routes or extras.routes is not None or records_routes:
+    records_routes = cache is not None and cache.routed_experts is not None
+    if run_config.return_routed_experts or extras.routed_experts is not None or records_routes:
         from .routes import routes_of_layers  # optional: routes
 
-        routes = routes_of_layers(config, tokens_BT.shape, extras.routes)
-        pairs = zip(of_layers, routes, strict=True)
+        routed_experts = routes_of_layers(config, tokens_BT.shape, extras.routed_experts)
+        pairs = zip(of_layers, routed_experts, strict=True)
         of_layers = [of_layer._replace(route_BTU=route_BTU) for of_layer, route_BTU in pairs]
     return x_BTD, Positions(angles, start_B, num_tokens_B, position_BT, first_BT), tuple(of_layers)
 

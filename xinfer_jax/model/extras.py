@@ -14,7 +14,7 @@ class Extras(NamedTuple):
     A part that is absent leaves no trace in the program.
     """
 
-    routes: Any = None  # int32 [B, T, L, U]: experts of tokens, -1: those that the router chooses
+    routed_experts: Any = None  # int32 [B, T, L, U]: experts of tokens, -1: those that the router chooses
     adapters: Params = {}  # in the places of matrices in the parameters: `RowAdapters`
     adapter_B: jax.Array | None = None  # int32: which one each row has; -1: none
     vectors: tuple[jax.Array, ...] = ()  # of each layer [N, D]: added to the hidden states after it, …

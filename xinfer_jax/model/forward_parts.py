@@ -9,6 +9,7 @@ import numpy as np
 from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..old_names import renamed_arguments
 from ..ops.operation import over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
 from .decoder import checked_hidden, embed_ids, last_norm, run_model
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .decoder import MaybeCache
 
 
+@renamed_arguments(routes="routed_experts")
 def hidden_states(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -28,7 +30,7 @@ def hidden_states(  # noqa: PLR0913  a public function
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
+    routed_experts: AnyArray | None = None,
     taps: Taps | None = None,
     remat: Any = None,
     impl: str | None = None,
@@ -40,7 +42,7 @@ def hidden_states(  # noqa: PLR0913  a public function
         check_none_reads(taps, config, "hidden_states")
     out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
-        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
+        positions_BT=positions_BT, routed_experts=routed_experts, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
     return out.hidden, out.cache
 

@@ -44,7 +44,7 @@ def routes_of_layers(
     """
     free = free_routes(config, tokens_shape)
     given = free if given is None else given
-    check_array("routes", given, np.integer, *free.shape)
+    check_array("routed_experts", given, np.integer, *free.shape)
     check_range("routes: expert", given, -1, config.num_experts - 1)
     mixtures = iter(jnp.moveaxis(jnp.asarray(given, jnp.int32), 2, 0))
     return tuple(next(mixtures) if layer.experts else None for layer in config.layers)

@@ -63,8 +63,8 @@ def check_lists(sampling: SamplingConfig) -> None:
 
 
 def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
-    """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
-    min_tokens = sampling.min_new_tokens
+    """Raises InputError where only `eos_ids` are allowed, and `min_tokens` forbids them."""
+    min_tokens = sampling.min_tokens
     allowed = sampling.allowed_token_ids
     if allowed is None or any(map(is_traced, (allowed, min_tokens))):
         return
@@ -77,7 +77,7 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
         banned |= {int(i) for i, value in bias.items() if value == -np.inf}
     if {*map(int, allowed)} <= banned:
         raise InputError(
-            f"min_new_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
+            f"min_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
             " allowed_token_ids has no others: the settings leave no token, allow more"
         )
 

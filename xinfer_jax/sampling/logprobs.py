@@ -19,10 +19,10 @@ class Alternatives(ShortRepr):
     """What the decode loop records of each sampled token; A alternatives."""
 
     id_BTA: jax.Array  # int32: the most likely tokens before any processor
-    logprob_BTA: jax.Array  # float32
+    logprobs_BTA: jax.Array  # float32
     processed_id_BTA: jax.Array  # int32: the most likely after all processors, temperature included
-    processed_logprob_BTA: jax.Array  # float32
-    processed_BT: jax.Array  # float32: log-probability of the sampled token after all processors
+    processed_logprobs_BTA: jax.Array  # float32
+    processed_logprobs_BT: jax.Array  # float32: log-probability of the sampled token after all processors
     logits_BTV: jax.Array | None  # float32: before any processor
     wanted_B: Any = None  # bool: rows that asked for alternatives; None: all rows
 
@@ -30,17 +30,17 @@ class Alternatives(ShortRepr):
     def sampled_only(self) -> "Alternatives":
         """Of all rows, without anything but the log-probabilities of sampled tokens."""
         none: Any = None
-        return Alternatives(none, none, none, none, self.processed_BT, none)
+        return Alternatives(none, none, none, none, self.processed_logprobs_BT, none)
 
     @property
     def parts(self) -> list["Alternatives"]:
-        """What is recorded by a program each. If rows may ask for `processed_BT` alone, one program records
-        it in any case: the numbers of another one may have other bits.
+        """What is recorded by a program each. If rows may ask for `processed_logprobs_BT` alone, one program
+        records it in any case: the numbers of another one may have other bits.
         """
         none: Any = None
         if self.wanted_B is None:
             return [self]
-        others = dataclasses.replace(self, processed_BT=none)
+        others = dataclasses.replace(self, processed_logprobs_BT=none)
         return [self.sampled_only] if self.id_BTA is None else [self.sampled_only, others]
 
 
@@ -136,9 +136,9 @@ def token_logprob_rows(
         return [list(zip(*of_token, strict=True)) for of_token in both]
 
     def row(i: int, n: int) -> list[TokenLogprobs]:
-        numbers = (x_BT[i, :n].tolist() for x_BT in (tokens_BT, logprobs_BT, recorded.processed_BT))
-        before = pairs(recorded.id_BTA[i, :n], recorded.logprob_BTA[i, :n])
-        after = pairs(recorded.processed_id_BTA[i, :n], recorded.processed_logprob_BTA[i, :n])
+        numbers = (x_BT[i, :n].tolist() for x_BT in (tokens_BT, logprobs_BT, recorded.processed_logprobs_BT))
+        before = pairs(recorded.id_BTA[i, :n], recorded.logprobs_BTA[i, :n])
+        after = pairs(recorded.processed_id_BTA[i, :n], recorded.processed_logprobs_BTA[i, :n])
         return list(map(TokenLogprobs, *numbers, before, after))
 
     return [row(i, n) for i, n in enumerate(length_B)]

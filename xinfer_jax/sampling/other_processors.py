@@ -20,12 +20,12 @@ def other_processors(s: SamplingConfig, c: Context) -> list[tuple[Any, Callable[
     penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
     penalized_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0)
     words = s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE
-    least = s.min_new_tokens, c.num_generated_B, c.eos_BE
+    least = s.min_tokens, c.num_generated_B, c.eos_BE
     ngrams = s.no_repeat_ngram_size, c.history_BS, c.position_B
     found = [
         (penalized_B, lambda x: presence_frequency(x, *penalties)),
         (jnp.any(s.bad_words_ids >= 0, (1, 2)), lambda x: bad_words(x, *words)),
-        (c.num_generated_B < s.min_new_tokens, lambda x: min_new_tokens(x, *least)),
+        (c.num_generated_B < s.min_tokens, lambda x: min_tokens(x, *least)),
         (jnp.any(bits_BW != ALL_BITS, -1), lambda x: allowed(x, bits_BW)),
     ]
     if c.history_BS is not None:
@@ -96,10 +96,10 @@ def bad_words(
     return jnp.where(banned_BV, -jnp.inf, logits_BV)
 
 
-def min_new_tokens(
+def min_tokens(
     logits_BV: jax.Array, least_B: jax.Array, num_generated_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
-    """Forbids EOS ids while the answer has fewer than min_new_tokens tokens; negative ids are ignored."""
+    """Forbids EOS ids while the answer has fewer than min_tokens tokens; negative ids are ignored."""
     (B, V) = logits_BV.shape
     at_BE = jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
     end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")

@@ -9,10 +9,12 @@ import numpy as np
 
 from ..checks import is_traced, number_array
 from ..errors import InputError, format_value
+from ..old_names import keyword_options
 from .settings import LISTS, NUMBERS, Setting, is_unset, unset
 
 
-@dataclasses.dataclass(frozen=True)
+@keyword_options(min_new_tokens="min_tokens")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How to sample a token; numbers, or arrays [B] with one setting per row. A pytree of those that are set:
     under `jit` another set of them is another program.
@@ -32,7 +34,7 @@ class SamplingConfig:
         presence_penalty: subtracted from the logits of tokens that the answer already contains; 0: off.
         frequency_penalty: the same, once for each time the answer contains the token; 0: off.
         no_repeat_ngram_size: no sequence of this length occurs twice in prompt and answer; 0: off.
-        min_new_tokens: no EOS before the answer has this number of tokens; 0: off.
+        min_tokens: no EOS before the answer has this number of tokens; 0: off.
         xtc_probability: chance at each position that, of the tokens that the filters keep, those that reach
             `xtc_threshold` are removed, but the least likely of them (XTC of llama.cpp); 0: off.
         xtc_threshold: a probability at temperature 1; above 0.5: off.
@@ -59,7 +61,7 @@ class SamplingConfig:
     presence_penalty: Any = unset("presence_penalty")
     frequency_penalty: Any = unset("frequency_penalty")
     no_repeat_ngram_size: Any = unset("no_repeat_ngram_size")
-    min_new_tokens: Any = unset("min_new_tokens")
+    min_tokens: Any = unset("min_tokens")
     xtc_probability: Any = unset("xtc_probability")
     xtc_threshold: Any = unset("xtc_threshold")
     dry_multiplier: Any = unset("dry_multiplier")
@@ -137,7 +139,7 @@ def _is_valid(setting: Setting, value: Any) -> bool:
 
 
 def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: int = 0) -> int:
-    """`min_new_tokens` of a row of checked settings: one for all rows, or one per row."""
+    """`min_tokens` of a row of checked settings: one for all rows, or one per row."""
     settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]
-    values = np.ravel(0 if settings.min_new_tokens is None else settings.min_new_tokens)
+    values = np.ravel(0 if settings.min_tokens is None else settings.min_tokens)
     return int(values[row if values.size > 1 else 0])

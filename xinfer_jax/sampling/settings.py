@@ -93,8 +93,8 @@ _ENTRIES = (
         kind="count", hf="no_repeat_ngram_size", history=True, most=_MOST_NGRAM,
     ),
     Setting(
-        "min_new_tokens", 0, _COUNT, "The answer has at least this many tokens.", kind="count",
-        other_name="min_tokens", hf="min_new_tokens",
+        "min_tokens", 0, _COUNT, "The answer has at least this many tokens.", kind="count",
+        hf="min_new_tokens",
     ),
     Setting(
         "xtc_probability", 0.0, _FRACTION, "XTC: chance to remove the top choices; 0: off.",
@@ -134,7 +134,7 @@ SETTINGS = {setting.name: setting for setting in _ENTRIES}
 NUMBERS = tuple(setting for setting in _ENTRIES if setting.kind in DTYPES)
 LISTS = tuple(setting for setting in _ENTRIES if setting.kind not in DTYPES)
 # Arguments of the library whose fields in bodies, and flags, have other names.
-FIELD_OF_ARGUMENT = dict(max_new_tokens="max_tokens", stop_strings="stop") | {
+FIELD_OF_ARGUMENT = dict(stop_strings="stop") | {
     setting.name: setting.field for setting in _ENTRIES if setting.other_name
 }
 

@@ -118,4 +118,4 @@ def count_tokens(parsed: ParsedBody) -> int:
     """
     top = parsed.logprobs or 0
     prompts = sum(map(len, parsed.prompts)) * (parsed.options.n * (1 + top) if parsed.echo else 1)
-    return prompts + count_answers(parsed) * parsed.options.max_new_tokens * (1 + top)
+    return prompts + count_answers(parsed) * parsed.options.max_tokens * (1 + top)

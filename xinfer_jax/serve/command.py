@@ -273,7 +273,11 @@ def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> 
             engine.wait_for_both(lambda: service.closing)
         else:
             model = _load_model(flags)
-        service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)), engine)
+        service.start(
+            model,
+            GenerateOptions(max_tokens=flags.max_tokens, sampling=sampling_from_flags(flags, model)),
+            engine,
+        )
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
