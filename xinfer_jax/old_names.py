@@ -45,6 +45,13 @@ def moved_name(package: Any, name: str) -> Any:
     return functools.reduce(getattr, MOVED[name].split("."), package)
 
 
+def _renamed(owner: str, names: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments by their new names; owner: of the arguments."""
+    for old in names.keys() & given.keys():
+        _warn(f"{owner}({old}=)", f"{names[old]}=", 3)
+    return {names.get(name, name): value for name, value in given.items()}
+
+
 def renamed_arguments(**names: str) -> Callable[[F], F]:
     """Returns a decorator of a function that takes its arguments by their old names too.
 
@@ -55,10 +62,7 @@ def renamed_arguments(**names: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args, **kwargs):  # type: ignore[no-untyped-def]
-            for old in names.keys() & kwargs.keys():
-                _warn(f"{function.__name__}({old}=)", f"{names[old]}=", 2)
-                kwargs[names[old]] = kwargs.pop(old)
-            return function(*args, **kwargs)
+            return function(*args, **_renamed(function.__name__, names, kwargs))
 
         return cast(F, call)
 
@@ -71,7 +75,7 @@ def keyword_options(**names: str) -> Callable[[C], C]:
     """
 
     def decorate(options: C) -> C:
-        init = renamed_arguments(**names)(options.__init__)  # type: ignore[misc]
+        init = options.__init__  # type: ignore[misc]
         name = options.__name__
 
         @functools.wraps(init)
@@ -80,7 +84,7 @@ def keyword_options(**names: str) -> Callable[[C], C]:
                 field = next(iter(options.__dataclass_fields__))  # type: ignore[attr-defined]
                 call = f"{name}({field}={format_value(args[0])})"
                 raise InputError(f"{name} takes keyword arguments since version 0.2: write {call}, and so on")
-            init(self, **kwargs)
+            init(self, **_renamed(name, names, kwargs))
 
         options.__init__ = create  # type: ignore[misc]
         add_old_names(options, **names)

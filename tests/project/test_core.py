@@ -2,7 +2,8 @@
 deep a reader must follow it: frames of this library from `generate` to a matrix product.
 
 The bounds are what was measured, with what training adds to `forward`, and with the mixer, the feed-forwards
-and the router of a float model, which the core finds in the registries.
+and the router of a float model, which the core finds in the registries. `old_names`, and so 140 lines, go in
+version 0.3.
 `python tests/support/closure.py` prints the modules.
 """
 
@@ -26,12 +27,12 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=6_290, code=3_657), GENERATE: Size(lines=7_085, code=4_198)}
+BOUNDS = {FUNCTIONAL: Size(lines=6_410, code=3_720), GENERATE: Size(lines=7_200, code=4_260)}
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
     "adapters", "alternatives", "functions of callers", "grammars", "meshes", "other settings", "packed rows",
-    "prefixes", "quantized caches", "routed_experts", "settings of a checkpoint", "speculative decoding",
+    "prefixes", "quantized caches", "routes", "settings of a checkpoint", "speculative decoding",
     "stacked layers", "taps", "truncated rows",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax", "xinfer_jax.lazy_names", "xinfer_jax.registry"}  # modules that import by name

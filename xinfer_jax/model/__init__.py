@@ -3,7 +3,7 @@
 Read the files in this order: `extras` (what rows bring along next to their tokens), `decoder_layer` (one
 layer, for all families), `decoder` (`forward`, `run_model` and `unembed`), `forward_parts` (its parts for
 callers). Only some calls use `stacked_layers` (a scan over equal layers), `packing` (several texts in a row),
-`routed_experts` (which experts tokens use) and `taps` (the residual stream, read or edited, by functions that
+`routes` (which experts tokens use) and `taps` (the residual stream, read or edited, by functions that
 `caller_functions` checks). `attention_maps` is for looking into a model.
 
 - `run_model` returns all results by name (`ModelOutput`). `forward` and `hidden_states` return two values,

@@ -67,7 +67,7 @@ class LogitsProcessor:
 
     def __post_init__(self) -> None:
         for name in ("init", "apply", "update"):
-            check_function(f"{name} of a Processor", getattr(self, name))
+            check_function(f"{name} of a LogitsProcessor", getattr(self, name))
         if self.apply is None:
             raise InputError("apply of a LogitsProcessor must be a function with a hash, got None")
         if not isinstance(self.last, bool):
