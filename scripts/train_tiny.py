@@ -186,7 +186,7 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
         out = xj.generate(model.params, model.config, prompts, options)
         wrong = []
         for (_, right), ids, reason in zip(pairs, out.tokens, out.finish_reason, strict=True):
-            answer = tokenizer.decode(ids) if reason == "eos" else None
+            answer = tokenizer.decode(ids) if reason == "stop" else None
             if answer != right:
                 wrong.append(f"    {right!r}: {answer!r}")
         results[group] = (len(pairs) - len(wrong), len(pairs))

@@ -129,7 +129,7 @@ def generate_text(
     else:
         options = dataclasses.replace(options, grammar=with_tokenizer(options.grammar, _tokenizer(model)))
         out = generate(model.params, model.config, ids, options, key=key)
-        texts = [_tokenizer(model).decode(row) for row in out.tokens]
+        texts = [_tokenizer(model).decode(out.text_ids(row)) for row in range(len(out.tokens))]
     return texts if is_batch else texts[0]
 
 
@@ -193,7 +193,7 @@ class TextStream(Iterator[str]):
         return self._tokens.prepare()
 
     def stop(self) -> None:
-        """Ends the answer after the chunks returned so far, with the finish_reason "stop"."""
+        """Ends the answer after the chunks returned so far, with the finish_reason "abort"."""
         self._tokens.stop()
         self._detokenizer.ended = True
 
@@ -204,7 +204,10 @@ class TextStream(Iterator[str]):
         Raises:
             InputError: the stream has not ended.
         """
-        return self._tokens.output
+        out = self._tokens.output
+        if (stop := self._detokenizer.stop_string) is not None:
+            return dataclasses.replace(out, finish_reason=["stop"], stop_reason=[stop])
+        return out
 
 
 class TokenText(NamedTuple):

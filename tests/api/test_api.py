@@ -475,7 +475,12 @@ def test_token_texts_keep_their_leading_space(sentencepiece):
     ids, tokens = with_logprobs(sentencepiece, "▁is", "is", "<0xE4>", "<0xBD>", "<0xA0>", "▁a", ".", "</s>")
     _, before = with_logprobs(sentencepiece, "▁The", "▁capital")
     out = GenerateOutput(
-        tokens=[ids[:-1]], logprobs=[[-1.0] * 8], finish_reason=["eos"], stats=None, alternatives=[tokens]
+        tokens=[ids],
+        logprobs=[[-1.0] * 8],
+        finish_reason=["stop"],
+        stop_reason=[None],
+        stats=None,
+        alternatives=[tokens],
     )
     (choice,) = response_body(dataclasses.replace(parsed, prompts=[prompt]), [out], [before], sentencepiece)[
         "choices"

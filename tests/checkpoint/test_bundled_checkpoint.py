@@ -55,7 +55,7 @@ def answers(model, prompts) -> dict:
     options = xj.GenerateOptions(max_tokens=32, eos_token_ids=model.tokenizer.eos_token_ids)
     out = xj.generate(model.params, model.config, list(prompts.values()), options)
     rows = zip(prompts, out.tokens, out.finish_reason, strict=True)
-    return {key: ids if reason == "eos" else None for key, ids, reason in rows}
+    return {key: ids if reason == "stop" else None for key, ids, reason in rows}
 
 
 def test_bundled_files_are_complete_and_small():

@@ -72,7 +72,11 @@ def test_json_output(command, good):
     assert (code, err) == (0, "") and out.endswith("}\n") and out.count("\n") == 1
     answer = json.loads(out)
     assert set(answer) == {"text", "tokens", "prompt_tokens", "finish_reason", "stats"}
-    assert (answer["text"], answer["tokens"], answer["finish_reason"]) == (ANSWER, ANSWER_IDS, "eos")
+    assert (answer["text"], answer["tokens"], answer["finish_reason"]) == (
+        ANSWER,
+        [*ANSWER_IDS, IM_END],
+        "stop",
+    )
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     assert answer["prompt_tokens"] == len(tiny.tokenizer().encode(prompt).ids)
     stats = answer["stats"]

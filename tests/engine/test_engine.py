@@ -103,8 +103,8 @@ def test_cancel_deadline_and_timeout(engine):
     begun = [next(ids), next(ids)]
     request.cancel()
     out = request.result()
-    assert out.finish_reason == ["cancelled"] and out.tokens[0][:2] == begun
-    assert engine.submit([5] * 9, long, deadline=1e-3).result().finish_reason == ["deadline"]
+    assert out.finish_reason == ["abort"] and out.tokens[0][:2] == begun
+    assert engine.submit([5] * 9, long, deadline=1e-3).result().finish_reason == ["length"]
     request = engine.submit([5] * 9, long)
     with pytest.raises(TimeoutError, match="after 0.01 seconds"):
         request.result(timeout=0.01)

@@ -146,7 +146,7 @@ def test_best_of_cancelled_answers(engine):
         [1], xj.GenerateOptions(max_tokens=9, sampling=SAMPLED, best_of=3), key=np.array([0, 1], np.uint32)
     )
     request.cancel()
-    assert request.result().finish_reason == ["cancelled"]
+    assert request.result().finish_reason == ["abort"]
 
 
 def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
@@ -172,7 +172,7 @@ def test_requests_of_one_token_do_not_delay_others(engine):
         request.cancel()
     engine.step()
     assert all(request.ended for request in flood)
-    assert {request.answers[0].finish_reason for request in flood[10:]} == {"cancelled"}
+    assert {request.answers[0].finish_reason for request in flood[10:]} == {"abort"}
 
 
 def test_a_step_is_short_although_no_caller_streams(engine):
@@ -264,7 +264,7 @@ def test_times_count_from_arrival(engine):
     request = engine.submit([1, 2], xj.GenerateOptions(max_tokens=1), received=time.monotonic() - 5)
     assert request.result().stats.ttft_seconds > 5
     late = engine.submit([1, 2], xj.GenerateOptions(max_tokens=1), received=time.monotonic() - 5, deadline=2)
-    assert late.result().finish_reason == ["deadline"]
+    assert late.result().finish_reason == ["length"]
 
 
 def test_a_stop_string_may_be_the_text_of_a_special_token(engine, model):

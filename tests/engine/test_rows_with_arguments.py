@@ -175,7 +175,7 @@ def test_an_adapter_is_replaced_as_weights_are(engine, model, adapters, mode):
     out = first.result()
     assert engine.adapters["a"].version == 7
     if mode == "abort":
-        assert out.finish_reason == waiting.result().finish_reason == ["aborted"]
+        assert out.finish_reason == waiting.result().finish_reason == ["abort"]
         return
     versions = {engine.version: model.params}
     assert engine.replay(first, versions, {0: adapters[0], 7: adapters[2]}) == out.logprobs[0]

@@ -61,7 +61,7 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
             requests[0].result(0.01)
         cancelled = engine.submit([5], LONG)
         cancelled.cancel()
-        assert cancelled.result(60).finish_reason == ["cancelled"]
+        assert cancelled.result(60).finish_reason == ["abort"]
         engine.update(engine.model.params)
         engine.restore_cache()
         engine.resume()
@@ -110,7 +110,7 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
         outs[2].processed_logprobs_T.tolist()
     )
     for i, out in enumerate(outs):
-        assert out.finish_reason == ("eos" if i != 2 and out.tokens_T[-1] == 7 else "length")
+        assert out.finish_reason == ("stop" if i != 2 and out.tokens_T[-1] == 7 else "length")
     versions = {engine.version: engine.model.params}
     assert engine.replay(outs[0], versions) == outs[0].answer.logprobs
     with pytest.raises(xj.InputError, match="what sample returned in this process, got SampleOutput"):

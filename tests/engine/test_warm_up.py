@@ -111,7 +111,7 @@ def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
             [5, 6], xj.GenerateOptions(max_tokens=4, sampling=DRAWN, **NO_END), key=jax.random.key(0)
         )
         cancelled.cancel()
-        assert cancelled.result().finish_reason == ["cancelled"]
+        assert cancelled.result().finish_reason == ["abort"]
         released.set()
         assert len(drawn.result().tokens[0]) == 4
         wait_until_warm(engine)

@@ -70,7 +70,7 @@ def test_one_beam_is_greedy(model):
     free = xj.generate(params, config, PROMPTS, xj.GenerateOptions(max_tokens=20)).tokens
     eos = (free[0][7], free[2][11])
     greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(max_tokens=20, eos_token_ids=eos))
-    assert "eos" in greedy.finish_reason
+    assert "stop" in greedy.finish_reason
     options = dict(num_beams=1, max_tokens=20, eos_token_ids=eos, early_stopping=False)
     ours = xj.beam_search(params, config, PROMPTS, **options)
     assert_same(ours, [[t] for t in greedy.tokens], [[np.mean(p)] for p in greedy.logprobs])

@@ -162,8 +162,8 @@ def test_generate_returns_the_same_log_probabilities(bundled):
     sampling = xj.SamplingConfig(temperature=1.3, top_p=0.95)
     options = xj.GenerateOptions(max_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
     out = xj.generate(params, config, prompts, options, key=jax.random.key(2))
-    assert "eos" in out.finish_reason
-    ends = [list(options.eos_token_ids) if reason == "eos" else [] for reason in out.finish_reason]
+    assert "stop" in out.finish_reason
+    ends = [list(options.eos_token_ids) if reason == "stop" else [] for reason in out.finish_reason]
     completions = [ids + end for ids, end in zip(out.tokens, ends, strict=True)]
     scores = xj.score_completions(params, config, prompts, completions)
     for ours, theirs in zip(scores, out.logprobs, strict=True):

@@ -93,7 +93,7 @@ def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, gramma
     assert [*stream] and stream.output.tokens == out.tokens
     own = xj.GenerateOptions(max_tokens=24, sampling=sampling, grammar=bound(model, grammar))
     served = [engine.submit(p, own, key=key[None]) for p, key in zip(PROMPTS, KEYS, strict=True)]
-    assert out.tokens == [ids for ids, _ in want] and set(out.finish_reason) == {"eos"}
+    assert out.tokens == [ids for ids, _ in want] and set(out.finish_reason) == {"stop"}
     for row, (_, logprobs) in zip(out.logprobs, want, strict=True):
         np.testing.assert_allclose(row, logprobs, atol=2e-5)
     assert [request.result().tokens[0] for request in served] == out.tokens
@@ -193,7 +193,7 @@ def test_answers_are_valid(model, engine):
     count = 0
     for request, check in ended:
         out = request.result()
-        if out.finish_reason == ["eos"]:
+        if out.finish_reason == ["stop"]:
             check(decode(model, out.tokens[0]))
             count += 1
     print(f"{count} of {len(ended)} answers ended within {CAPACITY - 8} tokens")

@@ -89,7 +89,7 @@ def test_generate_one_prompt_until_eos():
     out = xj.generate(
         params, config, prompts[2:], xj.GenerateOptions(max_tokens=cases.NEW_TOKENS, eos_token_ids=[eos])
     )
-    assert out.tokens == [expected[:stop]] and out.finish_reason == ["eos"]
+    assert out.tokens == [expected[: stop + 1]] and out.finish_reason == ["stop"]
     assert len(out.logprobs[0]) == stop + 1
 
 

@@ -110,7 +110,7 @@ def test_stops_at_the_same_eos():
         wanted = wanted[:-1] if wanted[-1] in eos else wanted
         assert out.tokens[i][: len(wanted)] == wanted and len(wanted) > (3 if n else 0)
         if n == 0:
-            assert expected[-1] in eos and out.tokens[i] == expected[:-1] and out.finish_reason[i] == "eos"
+            assert expected[-1] in eos and out.tokens[i] == expected and out.finish_reason[i] == "stop"
 
 
 # --- files --------------------------------------------------------------------------------------------------

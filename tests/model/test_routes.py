@@ -166,9 +166,12 @@ def test_models_without_mixtures_and_misshapen_routes_raise():
     params, config = build("moe-some-layers-dense")
     tokens_BT = np.ones((2, 3), np.int32)
     for routed_experts, message in (
-        (np.zeros((2, 3, 9, 2), np.int32), r"routes must be an array of integers of the shape \[2, 3, "),
-        (np.zeros((2, 3, mixtures(config), 2)), "routes must be an array of integers"),
-        (np.full((2, 3, mixtures(config), 2), 6), "routes: expert 6 is outside -1 … 5"),
+        (
+            np.zeros((2, 3, 9, 2), np.int32),
+            r"routed_experts must be an array of integers of the shape \[2, 3, ",
+        ),
+        (np.zeros((2, 3, mixtures(config), 2)), "routed_experts must be an array of integers"),
+        (np.full((2, 3, mixtures(config), 2), 6), "routed_experts: expert 6 is outside -1 … 5"),
     ):
         with pytest.raises(xj.InputError, match=message):
             xj.forward(params, config, tokens_BT, routed_experts=routed_experts)

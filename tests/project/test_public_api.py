@@ -41,14 +41,16 @@ def model(good) -> xj.Model:
 
 def test_reprs_are_short(model):
     cache = xj.init_cache(model.config, 2, 64)
-    out = xj.types.GenerateOutput([[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "eos"], None)
+    out = xj.types.GenerateOutput(
+        [[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "stop"], [None, None], None
+    )
     cost = xj.types.GenerateStats(2, 3, 4, 5)
     beams = xj.types.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]], cost)
     prefix = xj.types.Prefix([[1, 2, 3], [4] * 50], cache)
     assert repr(model) == (
         "Model(qwen2, 0.2083 M parameters in float32, 0.8 MiB, vocabulary 288, context 256, tokenizer)"
     )
-    assert repr(out) == "GenerateOutput(2 answers of 2 to 1000 tokens, finish_reason: 1 length, 1 eos)"
+    assert repr(out) == "GenerateOutput(2 answers of 2 to 1000 tokens, finish_reason: 1 length, 1 stop)"
     assert repr(beams) == "BeamOutput(2 prompts, 3 sequences of 1 to 2 tokens)"
     assert repr(prefix).startswith(
         "Prefix(2 rows of 3 to 50 tokens, KVCache(layers=1 × Contiguous(k=float32[2, 2, 64, 8]"
@@ -207,10 +209,10 @@ def test_configs_that_differ_in_eos_ids_share_their_programs(model):
     assert model.config.eos_token_ids == (tiny.IM_END, tiny.ENDOFTEXT) == model.tokenizer.eos_token_ids
     assert other == model.config and hash(other) == hash(model.config) and repr(other) == repr(model.config)
     out = xj.generate(model.params, model.config, [prompt], options)
-    assert (out.tokens, out.finish_reason) == ([tiny.ANSWER_IDS], ["eos"])
+    assert (out.tokens, out.finish_reason) == ([[*tiny.ANSWER_IDS, tiny.IM_END]], ["stop"])
     with compiling.events() as seen:
         out = xj.generate(model.params, other, [prompt], options)
-    assert out.tokens == [tiny.ANSWER_IDS[:3]] and seen == []
+    assert out.tokens == [tiny.ANSWER_IDS[:4]] and seen == []
 
 
 @pytest.mark.parametrize(

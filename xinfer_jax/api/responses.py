@@ -16,7 +16,6 @@ from ..tool_calls.answer_parser import AnswerParser
 from ..tool_calls.tool_messages import parameter_schemas
 from .bodies import ParsedBody
 
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -105,8 +104,8 @@ def response_choices(
                 tokens = []
                 of_answer = []
                 reason = "length"
-            text = answer_text(tokenizer, tokens, parsed) if tokenizer else None
-            reason = FINISH_REASONS.get(reason, reason)
+            with_text = out.text_ids(j) if tokens else []
+            text = answer_text(tokenizer, with_text, parsed) if tokenizer else None
             choice: dict[str, Any] = dict(index=index, finish_reason=reason)
             if parsed.kind == "chat":
                 parser = answer_parser(parsed, index)
@@ -116,7 +115,7 @@ def response_choices(
                 choice["finish_reason"] = chat_finish_reason(reason, parser)
             else:
                 special = parsed.request_options.skip_special_tokens
-                before = prompt_text(tokenizer, prompt, tokens, special) if parsed.echo else ""
+                before = prompt_text(tokenizer, prompt, with_text, special) if parsed.echo else ""
                 choice["text"] = text if text is None and not before else before + (text or "")
             if parsed.return_token_ids or not tokenizer:
                 choice["token_ids"] = tokens

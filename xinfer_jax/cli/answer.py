@@ -147,6 +147,7 @@ class _Stream:
         out = self._answer.output
         result = dict(text=text, tokens=out.tokens[0], prompt_tokens=len(self._ids))
         result["finish_reason"] = out.finish_reason[0]
+        result["stop_reason"] = out.stop_reason[0]
         logprobs = []
         if out.alternatives is not None:
             texts = alternatives_text(self._model, out)

@@ -106,7 +106,7 @@ class Conversation:
         text, out = self._stream(ids, answer_key)
         header = harmony_header(self._model.tokenizer, ids)
         if header is not None and self._model.tokenizer is not None:
-            marked = self._model.tokenizer.decode_marked(out.tokens[0])
+            marked = self._model.tokenizer.decode_marked(out.text_ids(0))
             text = AnswerParser([], harmony_header=header).parse(marked).content or ""
         self._turns = [*turns, {"role": "assistant", "content": text}]
         self._prefix = out.prefix

@@ -14,6 +14,13 @@ from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
 from .row import Row
 
+# `Answer.ended_by`, and the finish_reason that users see: OpenAI's, or vLLM's "abort" and "error".
+FINISH_REASONS = {"eos": "stop", "stop string": "stop", "deadline": "length"} | dict.fromkeys(
+    ("cancelled", "aborted"), "abort"
+)
+# The stop_reason of answers that were ended from outside.
+_STOP_REASONS = dict(cancelled="cancelled", aborted="update", deadline="deadline")
+
 
 class Switch(NamedTuple):
     """When an answer's next keys and tokens came from parameters of another version. An answer begins with
@@ -35,8 +42,8 @@ class Progress(NamedTuple):
     logprobs: Sequence[float] = ()
     processed_logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
-    tokens: int = 0  # number of its tokens, without an EOS or stop id
-    reason: str | None = None  # its finish_reason; None: it goes on
+    text_ids: int = 0  # number of its ids without an EOS or stop id
+    reason: str | None = None  # `Answer.ended_by`; None: it goes on
     hits: int = 0
     passes: int = 0
     accepted: int = 0
@@ -46,6 +53,7 @@ class Progress(NamedTuple):
     switches: Sequence[Any] = ()  # all of `Answer.switches`
     routed_experts: Any = ()  # `Answer.recorded_routes`
     error: BaseException | None = None  # why its request failed
+    stop_string: str | None = None  # `Answer.stop_string`
 
 
 class Answer:
@@ -53,14 +61,16 @@ class Answer:
     first.
 
     Attributes:
-        tokens: ids so far, without an EOS or stop id at the end.
-        logprobs: the model's log-probability of each, and of that id.
+        tokens: all ids that were sampled so far, with the EOS or stop id that ended them.
+        text_ids: the same without that id.
+        logprobs: the model's log-probability of each token.
         processed_logprobs: those after the logits processors, if its request asks for them.
-        alternatives: with options.logprobs: of each of `logprobs`.
+        alternatives: with options.logprobs: of each token.
         number: its place among the answers of its request.
         switches: the versions of the engine's parameters, for `Engine.replay`.
-        finish_reason: "eos", "stop", "length", "cancelled", "deadline", "aborted" (by `Engine.update`) or
-            "error"; None before the end.
+        ended_by: "eos", "stop" (an id), "stop string", "length", "cancelled", "deadline", "aborted" (by
+            `Engine.update`) or "error"; None before the end.
+        finish_reason, stop_reason: as in `GenerateOutput`; None before the end.
     """
 
     routes = OldAttribute("routed_experts")
@@ -68,13 +78,14 @@ class Answer:
 
     def __init__(self, request: Any, row: Row, number: int):
         self.tokens: list[int] = []
-        self.sampled: list[int] = []  # tokens, with the EOS or stop id
+        self.text_ids: list[int] = []
         self.logprobs: list[float] = []
         self.processed_logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.switches: list[Switch] = []
         self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
-        self.finish_reason: str | None = None
+        self.ended_by: str | None = None
+        self.stop_string: str | None = None  # that ended it
         self.request = request
         self.row = row
         self.number = number
@@ -111,7 +122,7 @@ class Answer:
         """
         if not self.request.request_options.return_routed_experts:
             return None
-        tokens = len(self.request.ids) + len(self.sampled)
+        tokens = len(self.request.ids) + len(self.tokens)
         routed_experts = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
         recorded = np.asarray(self.recorded_routes)[:tokens]
         routed_experts[: len(recorded)] = recorded.reshape(-1, *routed_experts.shape[1:])
@@ -129,7 +140,7 @@ class Answer:
             self.switches = [Switch(version, adapter_version=adapter_version)]
         last = self.switches[-1]
         if recomputes or (last.version, last.adapter_version) != (version, adapter_version):
-            counts = self.row.num_computed, len(self.sampled)
+            counts = self.row.num_computed, len(self.tokens)
             self.switches = [*self.switches, Switch(version, *counts, recomputes, adapter_version)]
 
     @property
@@ -137,7 +148,7 @@ class Answer:
         """The prompt and the sampled tokens but for the last one, whose keys are never written before the
         next.
         """
-        return [*self.request.ids, *self.sampled[:-1]]
+        return [*self.request.ids, *self.tokens[:-1]]
 
     def append(
         self,
@@ -152,34 +163,32 @@ class Answer:
         that the grammar forbids.
         """
         options = self.request.call.options
-        self.processed_logprobs += processed_logprobs
-        self.alternatives += alternatives
-        ending = finished and ids[-1]
         if self.matcher is not None:
             self.matcher.append(ids)
-        self.sampled += ids
-        self.logprobs += logprobs
-        for token in ids[:-1] if finished else ids:
-            self.tokens.append(token)
-            if self._detokenizer is not None:
+        count = len(ids)
+        if self._detokenizer is not None:
+            for n, token in enumerate(ids[:-1] if finished else ids, 1):
                 self._detokenizer.push(token)
-                if self._detokenizer.ended:
-                    for per_token in (
-                        self.sampled,
-                        self.logprobs,
-                        self.processed_logprobs,
-                        self.alternatives,
-                    ):
-                        del per_token[len(self.tokens) :]
-                    return self._check_end("stop")
+                if self._detokenizer.ended:  # what was sampled after the stop string does not count
+                    count = n
+                    self.stop_string = self._detokenizer.stop_string
+                    break
+        self.processed_logprobs += processed_logprobs[:count]
+        self.alternatives += alternatives[:count]
+        self.logprobs += logprobs[:count]
+        ends_with_id = finished and self.stop_string is None
+        self.text_ids += ids[: count - ends_with_id]
+        self.tokens += ids[:count]
+        if self.stop_string is not None:
+            return self._check_end("stop string")
         if finished:
-            return self._check_end("stop" if ending in options.stop_token_ids else "eos")
-        if len(self.sampled) >= options.max_tokens:
+            return self._check_end("stop" if ids[-1] in options.stop_token_ids else "eos")
+        if len(self.tokens) >= options.max_tokens:
             return self._check_end("length")
         return not np.isfinite(logprobs).all() and self._check_end("error")
 
     def _check_end(self, reason: str) -> bool:
-        sampled = np.array([self.sampled]), np.array([self.logprobs]), np.array([len(self.sampled)])
+        sampled = np.array([self.tokens]), np.array([self.logprobs]), np.array([len(self.tokens)])
         check_generated(self.request.call, SampledTokens(*sampled, np.array([True])))
         self.end(reason)
         return True
@@ -188,7 +197,19 @@ class Answer:
         """The answer ends, unless it has ended. routes: its `recorded_routes`; None: they stay."""
         if routed_experts is not None:
             self.recorded_routes = routed_experts
-        self.finish_reason = self.finish_reason or reason
+        self.ended_by = self.ended_by or reason
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's value, or "abort" or "error"; None before the end."""
+        return self.ended_by and FINISH_REASONS.get(self.ended_by, self.ended_by)
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """As in `GenerateOutput`."""
+        if self.ended_by == "stop":
+            return self.tokens[-1]
+        return self.stop_string or _STOP_REASONS.get(self.ended_by or "")
 
     def count_passes(self, passes: int, accepted: int) -> None:
         """Counts passes of the model, and the draft tokens that they accepted."""
@@ -201,10 +222,10 @@ class Answer:
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         return Progress(
-            start, self.sampled[start:], self.logprobs[start:], self.processed_logprobs[start:],
-            self.alternatives[start:], len(self.tokens), self.finish_reason, self.row.hits, self.passes,
+            start, self.tokens[start:], self.logprobs[start:], self.processed_logprobs[start:],
+            self.alternatives[start:], len(self.text_ids), self.ended_by, self.row.hits, self.passes,
             self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
-            self.recorded_routes, request.error,
+            self.recorded_routes, request.error, self.stop_string,
         )  # fmt: skip
 
     def apply(self, new: Progress) -> None:
@@ -224,19 +245,20 @@ class Answer:
         self.alternatives += new.alternatives[known:]
         self.processed_logprobs += new.processed_logprobs[known:]
         self.logprobs += new.logprobs[known:]
-        self.sampled += new.sampled[known:]
-        self.tokens += self.sampled[len(self.tokens) : new.tokens]
+        self.tokens += new.sampled[known:]
+        self.stop_string = new.stop_string
+        self.text_ids += self.tokens[len(self.text_ids) : new.text_ids]
         self.row.record_elsewhere(len(self.row.ids) + len(self.logprobs), new.hits)
 
     def continue_from(self, first: "Answer") -> None:
         """Goes on after the first token of an answer that another engine prefilled."""
-        self.append(first.sampled, first.logprobs, False, first.processed_logprobs, first.alternatives)
+        self.append(first.tokens, first.logprobs, False, first.processed_logprobs, first.alternatives)
         self.switches = list(first.switches)
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 
     def tokens_after(self, count: int) -> tuple[list[int], bool]:
         """The ids after the first `count`, and whether no more will come."""
-        ended = self.finish_reason is not None  # read before the ids, which another thread appends to
+        ended = self.ended_by is not None  # read before the ids, which another thread appends to
         return self.tokens[count:], ended
 
     def __iter__(self) -> Iterator[int]:

@@ -28,7 +28,7 @@ class SampleOutput(ShortRepr):
             token was sampled from.
         versions_T: int32: version of the weights that each token was sampled by (`Engine.update`).
         adapter_versions_T: int32: of its adapter (`Engine.update_adapter`); 0: it has none.
-        finish_reason: "eos", "stop", "length", "deadline", or "aborted" (by `Engine.update`).
+        finish_reason, stop_reason: as in `GenerateOutput`.
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
         routed_experts: as in `Answer`, where `return_routed_experts` asks for them.
@@ -41,6 +41,7 @@ class SampleOutput(ShortRepr):
     versions_T: np.ndarray
     adapter_versions_T: np.ndarray
     finish_reason: str
+    stop_reason: int | str | None
     seed: int
     alternatives: list[TokenLogprobs] | None = None
     routed_experts: np.ndarray | None = None
@@ -117,12 +118,13 @@ class AsyncSampling:
         request.raise_error()
         (answer,) = request.answers
         return SampleOutput(
-            np.array(answer.sampled, np.int32),
+            np.array(answer.tokens, np.int32),
             np.array(answer.logprobs, np.float32),
             np.array(answer.processed_logprobs, np.float32),
             np.array(answer.token_versions, np.int32),
             np.array(answer.adapter_versions, np.int32),
             answer.finish_reason or "",
+            answer.stop_reason,
             seed,
             list(answer.alternatives) if options.logprobs else None,
             answer.routed_experts,

@@ -86,7 +86,7 @@ class EngineCore:
                 answer.record_version(self.weights.version)
             self.answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
-            if isinstance(answer.matcher, Matcher) and not answer.sampled:
+            if isinstance(answer.matcher, Matcher) and not answer.tokens:
                 answer.matcher.start()
 
     def close(self, works: bool) -> None:
@@ -103,7 +103,7 @@ class EngineCore:
         return len(self._held)
 
     def abort(self, requests: Sequence[Request], reason: str) -> None:
-        """Ends requests in any state. reason: their finish_reason."""
+        """Ends requests in any state. reason: their `ended_by`."""
         for request in requests:
             self._end_all(request, reason)
         self._notify(requests)
@@ -296,7 +296,7 @@ class EngineCore:
         running = [answer for answer in in_time if answer.row in self.answers]
         if not running:  # all are late, or have failed
             return
-        left = [answer.request.call.options.max_tokens - len(answer.sampled) for answer in running]
+        left = [answer.request.call.options.max_tokens - len(answer.tokens) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
@@ -384,7 +384,7 @@ class EngineCore:
             self._fail(request, error)
             return True
         if ended:
-            self._end(answer, answer.finish_reason or "")
+            self._end(answer, answer.ended_by or "")
         elif isinstance(answer.matcher, Matcher) and not self.shape.num_draft_tokens:
             answer.matcher.start()  # beside what follows in this step
         return ended
@@ -426,7 +426,7 @@ class EngineCore:
             kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
-            self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
+            self.scheduler.end(row, answer.tokens[len(row.ids) - len(answer.request.ids) :], valid)
         del self.answers[answer.row]
 
 

@@ -63,11 +63,11 @@ class Dispatcher:
         """Gives prompts to endpoints that prefill."""
         queued = self._queued_tokens()
         for answer in answers:
-            if answer.finish_reason is None:  # else another answer of its request failed at once
+            if answer.ended_by is None:  # else another answer of its request failed at once
                 self._prefill(answer, queued)
 
     def abort(self, requests: Sequence[Request], reason: str) -> None:
-        """Ends requests in any state. reason: their finish_reason."""
+        """Ends requests in any state. reason: their `ended_by`."""
         for request in requests:
             self._end(request, reason)
 

@@ -23,7 +23,7 @@ from .pages import PAGE_SIZE
 from .requests import Request
 from .row import Action, PrefillChunk, Row, Swap
 
-PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
+PREFILLED = "prefilled"  # `Answer.ended_by` of an answer that another engine continues
 ELSEWHERE = object()  # stands for the state and pages of a row that another engine prefilled
 
 
@@ -143,10 +143,10 @@ class EngineEndpoint:
         prompt_start = work.of_prompt
         work.tokens = len(answer.logprobs)
         work.of_prompt = len(request.prompt_logprobs)
-        work.ended = answer.finish_reason is not None
+        work.ended = answer.ended_by is not None
         if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return
-        if answer.finish_reason == PREFILLED:
+        if answer.ended_by == PREFILLED:
             work.prefilled = self._core.scheduler.resets, answer.row.page_salt
         self._emit("progress", ticket, answer.progress(start, prompt_start))
 
@@ -314,7 +314,7 @@ class DecodeCore(RoleCore):
             emit("invalid")
         elif row.share_answers and row.state == "running":
             prompt = answer.request.ids
-            ids = [*prompt, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
+            ids = [*prompt, *answer.tokens][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
             first = len(prompt) // PAGE_SIZE
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
                 emit("return_pages", ids, first, self.device.copy_pages(pages))

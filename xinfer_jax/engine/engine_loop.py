@@ -109,7 +109,7 @@ class EngineLoop(EngineBase):
             return {request.adapter for request in self._unfinished if request.adapter}
 
     def abort_unfinished(self, reason: str, adapter: HeldAdapter | None = None) -> None:
-        """Ends all requests, or those with an adapter, between two steps. reason: their finish_reason."""
+        """Ends all requests, or those with an adapter, between two steps. reason: their `ended_by`."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             requests = [r for r in self._unfinished if adapter is None or r.adapter is adapter]

@@ -67,7 +67,7 @@ def _adapter_versions(answer: Answer) -> set[int]:
 
 
 def _check(engine: Any, answer: Answer, params: Mapping[int, Params], adapters: AdapterVersions) -> None:
-    if answer.finish_reason is None or not answer.logprobs:
+    if answer.ended_by is None or not answer.logprobs:
         raise InputError("replay needs an answer that has ended, with at least one token")
     if missing := sorted({switch.version for switch in answer.switches} - {*params}):
         raise InputError(f"the answer needs parameters of version {format_names(missing)}: give them too")
@@ -94,7 +94,7 @@ class _Replay:
         self._core = core
         self._device: Any = core.device
         self._answer = answer
-        self._ids = answer.sampled
+        self._ids = answer.tokens
         self._logprobs: list[float] = []
         scored = request.request_options.prompt_logprobs is not None and answer is request.answers[0]
         adapter = HeldAdapter("", 0, b"") if request.adapter else None

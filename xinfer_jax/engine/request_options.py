@@ -22,7 +22,7 @@ class RequestOptions:
             client got slots before it, or once its client waited without a slot while 32 new rows of other
             clients got one. A priority higher by 16 or more preempts another row, which continues later.
         deadline: seconds from now, or from `received`, after which the request ends with what it has and the
-            finish_reason "deadline".
+            finish_reason "length" and the stop_reason "deadline".
         salt: prompts share pages only with prompts of the same salt.
         share_answers: this prompt may reuse pages of earlier answers, and later prompts the pages of this
             answer (for the turns of a chat). The last bits may then differ from those of the request alone.

@@ -112,6 +112,7 @@ class Request:
             tokens=[list(answer.tokens) for answer in answers],
             logprobs=[list(answer.logprobs) for answer in answers],
             finish_reason=[answer.finish_reason or "" for answer in answers],
+            stop_reason=[answer.stop_reason for answer in answers],
             stats=self._stats(),
             alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
             token_versions=[answer.token_versions for answer in answers],
@@ -128,7 +129,7 @@ class Request:
         self.engine = engine
 
     def cancel(self) -> None:
-        """Ends it at the engine's next step, with the finish_reason "cancelled"."""
+        """Ends it at the engine's next step, with the finish_reason "abort"."""
         self.engine.cancel(self)
 
     @property
@@ -140,7 +141,7 @@ class Request:
 
     @property
     def answered(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return all(answer.ended_by is not None for answer in self.answers)
 
     @property
     def ended(self) -> bool:
@@ -158,6 +159,7 @@ class Request:
             skip_special_tokens=self.request_options.skip_special_tokens,
             min_tokens=min_tokens_of_row(options.sampling),
             content_after=self.request_options.content_after,
+            end_ids=self.call.end_ids,
         )
 
     def raise_error(self) -> None:

@@ -57,7 +57,7 @@ class WeightUpdates:
             version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
+                end with the finish_reason "abort". "recompute": their keys are computed anew, and they go
                 on; where other devices prefill prompts, those that decode compile programs for that.
             cast: floats of another type are cast. False: they are an error.
             copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not

@@ -224,11 +224,10 @@ class BatchGenerator:
         return int(of_active.min() if of_active.size else self.generated.count_B.max())
 
     def ids(self, step: int) -> list[int | None]:
-        """The tokens of a step; None for a row that had ended, or ends there."""
+        """The tokens of a step; None for a row that had ended."""
         column = self.generated.tokens_BT[:, step].tolist()
-        end_ids = self._call.end_ids
         rows = zip(column, self.generated.count_B, strict=True)
-        return [token if step < n and token not in end_ids else None for token, n in rows]
+        return [token if step < n else None for token, n in rows]
 
     def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
         """The outputs of the last tokens of the rows that answer; and what the carry has beside the state."""
@@ -277,14 +276,16 @@ class BatchGenerator:
 
         def reason(ids: list[int], finished: bool) -> str:
             if finished:
-                return "stop" if ids[-1] in options.stop_token_ids else "eos"
-            return "length" if stopped_at is None or len(ids) == options.max_tokens else "stop"
+                return "stop"
+            return "length" if stopped_at is None or len(ids) == options.max_tokens else "abort"
 
         ends = list(zip(rows, finished_R, strict=True))
+        stop_ids = {*options.stop_token_ids}
         out = GenerateOutput(
-            tokens=[ids[:-1] if finished else ids for ids, finished in ends],
+            tokens=rows,
             logprobs=[row[:n].tolist() for row, n in zip(logprobs_RT, length_R, strict=True)],
             finish_reason=[reason(*end) for end in ends],
+            stop_reason=[ids[-1] if finished and ids[-1] in stop_ids else None for ids, finished in ends],
             stats=stats,
         )
         alternatives = self._state.alternatives

@@ -44,7 +44,7 @@ class BeamOutput:
     """What `beam_search` returns, the best sequences first. For a list of prompts: one list per prompt.
 
     Attributes:
-        sequences: new ids, EOS not included.
+        sequences: new ids, with the EOS id that ended them.
         scores: sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
         stats: the cost of the call. Rows are prompts. Tokens are those of the best sequence of each prompt,
             which are known only at the end.
@@ -284,7 +284,7 @@ def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
 
 
 def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list, list, int]:
-    """Sequences without their EOS, and their scores, as nested lists; and the number of tokens of the best
+    """Sequences and their scores, as nested lists; and the number of tokens of the best
     ones. Raises InputError for scores that are NaN.
     """
     sequences = []
@@ -298,6 +298,6 @@ def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
         rows = [found.ended_BWT[b, w, : found.length_BW[b, w]].tolist() for w in kept]
         longest += len(rows[0]) if rows else 0
-        sequences.append([row[:-1] if row[-1] in call.end_ids else row for row in rows])
+        sequences.append(rows)
         scores.append(final_W[kept].tolist())
     return sequences, scores, longest

@@ -39,7 +39,7 @@ class GenerateOptions:
         impl: of the operations: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
         cache_dtype: of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type; None:
             float32 on CPU, else the type of the activations.
-        stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
+        stop_token_ids: end a row as EOS ids do.
         stop_strings: the text ends before the first of them; only for the text functions.
         n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer 0 samples with
             row_key, as a single one does, and answer j with fold_in(row_key, j).
@@ -92,14 +92,18 @@ class GenerateOutput:
     """What `generate` returns; one entry per prompt and answer.
 
     Attributes:
-        tokens: new ids, without the EOS or stop id that ended them.
-        logprobs: the natural log-probability of each token, and of the EOS id, before any logits processor.
-        finish_reason: "eos", "stop" or "length".
+        tokens: all ids that were sampled. If an EOS or stop id ended the answer, it is the last one.
+        logprobs: the natural log-probability of each token before any logits processor.
+        finish_reason: OpenAI's values: "stop" (an EOS id, a stop id or a stop string) or "length"; also
+            "abort", if you stopped the call, and in an engine "error".
+        stop_reason: what stopped the answer (vLLM's field). None: an EOS id, or the length. A number: that
+            stop id. A text: that stop string, or why an engine ended the answer before its end: "deadline"
+            (its finish_reason is "length"), "cancelled" or "update" ("abort").
         stats: the cost of the call.
-        alternatives: with options.logprobs: of each entry of `logprobs`; else None.
-        logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
+        alternatives: with options.logprobs: of each token; else None.
+        logits: with options.logits: float32 [tokens, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
-        token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
+        token_versions: of an engine: the version of the weights that sampled each token; else None.
         adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
             `token_versions` the version of the adapter; else None.
         routed_experts: of an engine that is asked for them: `Answer.routed_experts`; else None.
@@ -108,6 +112,7 @@ class GenerateOutput:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     finish_reason: list[str]
+    stop_reason: list[int | str | None]
     stats: GenerateStats
     alternatives: "list[list[TokenLogprobs]] | None" = None
     logits: list[np.ndarray] | None = None
@@ -122,6 +127,11 @@ class GenerateOutput:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())
         answers = format_token_counts(self.tokens, "answer")
         return f"GenerateOutput({answers}, finish_reason: {reasons or 'none'})"
+
+    def text_ids(self, row: int) -> list[int]:
+        """Returns the ids of an answer that have text: all but the EOS or stop id that ended them."""
+        ends_with_id = self.finish_reason[row] == "stop" and not isinstance(self.stop_reason[row], str)
+        return self.tokens[row][: -1 if ends_with_id else None]
 
     def best(self, n: int, of: int) -> "GenerateOutput":
         """The n answers with the largest mean log-probability of each group of `of` consecutive ones, best

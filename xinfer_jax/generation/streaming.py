@@ -70,7 +70,7 @@ class Stream(Iterator[list[int | None]]):
 
     @without_mesh_context
     def stop(self) -> None:
-        """Ends the answers after the ids that were taken, with the finish_reason "stop". Another thread may
+        """Ends the answers after the ids that were taken, with the finish_reason "abort". Another thread may
         be waiting for ids: its iteration ends. The prompts are prefilled in any case.
         """
         self._stopped = True

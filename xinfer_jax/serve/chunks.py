@@ -7,7 +7,6 @@ from typing import Any
 
 from ..api.bodies import ParsedBody
 from ..api.responses import (
-    FINISH_REASONS,
     TokenTextDecoder,
     answer_detokenizer,
     answer_parser,
@@ -47,7 +46,7 @@ class ChoiceStream:
     def has_update(self) -> bool:
         """Whether `next_choice` may return something. This check is much faster."""
         answer = self.answer
-        return not self.ended and (answer.finish_reason is not None or len(answer.tokens) > self._num_tokens)
+        return not self.ended and (answer.ended_by is not None or len(answer.text_ids) > self._num_tokens)
 
     @property
     def num_sampled(self) -> int:
@@ -62,10 +61,10 @@ class ChoiceStream:
         request = answer.request
         parsed = self._parsed
         # Read before the tokens: the engine's thread may append tokens, then end the answer.
-        over = answer.finish_reason is not None
-        new = answer.tokens[self._num_tokens : self._num_tokens + _SLICE]
+        over = answer.ended_by is not None
+        new = answer.text_ids[self._num_tokens : self._num_tokens + _SLICE]
         self._num_tokens += len(new)
-        sent_all = over and self._num_tokens >= len(answer.tokens)
+        sent_all = over and self._num_tokens >= len(answer.text_ids)
         new = new if parsed.max_tokens else []
         text = ""
         if self._echo is None:
@@ -100,7 +99,7 @@ class ChoiceStream:
     def _format(self, text: str, new: list[int], entries: list[Any], ended: bool) -> dict[str, Any]:
         reason = (self.answer.finish_reason or "") if self._parsed.max_tokens else "length"
         choice: dict[str, Any] = dict(index=self._index)
-        choice["finish_reason"] = FINISH_REASONS.get(reason, reason) if ended else None
+        choice["finish_reason"] = reason if ended else None
         if self._parsed.kind == "chat":
             delta = self._parser.push(text, ended)
             reasoning = delta.reasoning if self._parsed.include_reasoning else ""
@@ -112,7 +111,7 @@ class ChoiceStream:
         if self._parsed.logprobs is not None:
             choice["logprobs"] = format_logprobs(self._texts, self._parsed, entries)
         if self._parsed.return_token_ids:
-            choice["token_ids"] = new
+            choice["token_ids"] = new + self.answer.tokens[len(self.answer.text_ids) :] if ended else new
         return choice
 
 
@@ -187,5 +186,5 @@ async def _choices(
 def check_answer(answer: Answer) -> None:
     """Raises the error that ended an answer; APIError if the deadline passed before it had a token."""
     answer.request.raise_error()
-    if answer.finish_reason == "deadline" and not answer.logprobs:
+    if answer.ended_by == "deadline" and not answer.logprobs:
         raise APIError(503, "the server's deadline passed before the answer had a token: try again later")

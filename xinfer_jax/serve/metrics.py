@@ -67,7 +67,7 @@ class Metrics:
         times = request.times
         tokens = [len(answer.logprobs) for answer in request.answers]
         for answer in request.answers:
-            reason = {"eos": "stop"}.get(answer.finish_reason or "", answer.finish_reason or "abort")
+            reason = answer.finish_reason or "abort"
             self._success.labels(**self._labels, finished_reason=reason).inc()
         self._prompt.observe(len(request.ids))
         self._generation.observe(sum(tokens))

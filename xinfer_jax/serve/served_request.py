@@ -59,7 +59,7 @@ class ServedRequest:
         firsts = [r.times["first"] - r.submitted for r in self.requests if "first" in r.times]
         first = f", first after {1e3 * min(firsts):.0f} ms" if firsts else ""
         prompts = f", {parsed.prompts}" if self._server.settings.log_prompts else ""
-        reasons = ",".join(dict.fromkeys(answer.finish_reason or "gone" for answer in answers))
+        reasons = ",".join(dict.fromkeys(answer.ended_by or "gone" for answer in answers))
         tokens = f"{counts['prompt_tokens']} + {counts['completion_tokens']} tokens"
         seconds = time.monotonic() - self.received
         return f"{parsed.kind}: {tokens} in {seconds:.2f} s{first}, {reasons}, seed {parsed.seed}{prompts}"

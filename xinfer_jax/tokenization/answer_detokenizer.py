@@ -1,7 +1,7 @@
 """Decodes the token ids of one answer up to its first stop string."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..tool_calls.harmony import SPELLINGS, HarmonySplitter, with_marks
 from ..tool_calls.reasoning import ReasoningSplitter
@@ -23,9 +23,11 @@ class AnswerDetokenizer:
         content_after: stop strings count in the content only, not in the reasoning or, in Harmony, in calls;
             this is what the prompt has of the answer already: <think>, a header of Harmony, or "". None: they
             count everywhere.
+        end_ids: EOS and stop ids, which have no text here.
 
     Attributes:
         ended: no more text comes, as after a complete stop string.
+        stop_string: the one that ended the text; None: none did.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class AnswerDetokenizer:
         marked: bool = False,
         min_tokens: int = 0,
         content_after: str | None = None,
+        end_ids: Collection[int] = (),
     ):
         in_harmony = bool(tokenizer.harmony_marks)
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, in_harmony)
@@ -49,11 +52,13 @@ class AnswerDetokenizer:
         if content_after is not None and stops:
             splitter = HarmonySplitter if tokenizer.writes_harmony else ReasoningSplitter
             self._splitter = splitter(content_after)
+        self._end_ids = end_ids
+        self.stop_string: str | None = None
         self.ended = False
 
     def push(self, token: int | None) -> str:
         """The text that this id completes. Text that may be the start of a stop string is returned later."""
-        if token is None or self.ended:
+        if token is None or self.ended or token in self._end_ids:
             return ""
         text = self._until_stop(self._detokenizer.push(token), False)
         self._tokens_left -= 1
@@ -89,6 +94,7 @@ class AnswerDetokenizer:
         if found is not None and self._tokens_left <= 0:
             self.ended = True
             stop_start, stop_end = found
+            self.stop_string = text[stop_start:stop_end]
             return text[: stop_end if self._include_stop else stop_start]
         ready = stop_prefix_start(self._stops, text)
         self._pending = text[ready:]
