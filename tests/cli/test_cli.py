@@ -28,7 +28,7 @@ STATISTICS = (
     r"compile: \d+\.\d\d s",
     (
         r"prefill: \d+ tok in \d+ ms \(\d+ tok/s\) \| decode: \d+ tok in \d+\.\d\d s \(\d+\.\d tok/s\)"
-        r" \[(eos|length)\]"
+        r" \[(stop|length)\]"
     ),
     r"TTFT \d+ ms \| TPOT \d+\.\d ms \| total \d+\.\d\d s \| peak memory \d+ MiB",
 )
@@ -45,7 +45,7 @@ def test_text_output(command, good):
     assert len(lines) == len(STATISTICS)
     for line, pattern in zip(lines, STATISTICS, strict=True):
         assert re.fullmatch(pattern, line), line
-    assert lines[3].endswith("[eos]") and f"decode: {len(ANSWER_IDS)} tok" in lines[3]
+    assert lines[3].endswith("[stop]") and f"decode: {len(ANSWER_IDS)} tok" in lines[3]
 
 
 def test_text_output_streams_whole_characters(command, good, monkeypatch):
@@ -71,10 +71,10 @@ def test_json_output(command, good):
     code, out, err = command(f"--model={good}", ASK, "--output=json")
     assert (code, err) == (0, "") and out.endswith("}\n") and out.count("\n") == 1
     answer = json.loads(out)
-    assert set(answer) == {"text", "tokens", "prompt_tokens", "finish_reason", "stats"}
+    assert set(answer) == {"text", "tokens", "prompt_tokens", "finish_reason", "stop_reason", "stats"}
     assert (answer["text"], answer["tokens"], answer["finish_reason"]) == (
         ANSWER,
-        [*ANSWER_IDS, IM_END],
+        [*ANSWER_IDS, tiny.IM_END],
         "stop",
     )
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -129,7 +129,7 @@ def test_beam_search_flags(command, ask, good):
     assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}")
     assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
     for line, pattern in zip(costs, STATISTICS, strict=True):
-        assert re.fullmatch(pattern.removesuffix(r" \[(eos|length)\]"), line), line
+        assert re.fullmatch(pattern.removesuffix(r" \[(stop|length)\]"), line), line
 
 
 def test_a_compilation_cache_that_is_not_a_directory_is_one_line(command, good, tmp_path):
@@ -196,9 +196,9 @@ def test_flags_override_generation_config(ask, tmp_path, good):
     hf, weights = tiny.answering_model(ANSWER)
     hot = tiny.write(tmp_path, hf, weights=weights, generation_config=HOT | dict(eos_token_id=[tiny.IM_END]))
     sampled = ask(model=hot)["tokens"]
-    assert sampled == ask("--temperature=1000")["tokens"] != ANSWER_IDS
-    assert ask("--temperature=0", model=hot)["tokens"] == ANSWER_IDS
-    assert ask("--nogeneration_config", model=hot)["tokens"] == ANSWER_IDS
+    assert sampled == ask("--temperature=1000")["tokens"] != [*ANSWER_IDS, tiny.IM_END]
+    assert ask("--temperature=0", model=hot)["tokens"] == [*ANSWER_IDS, tiny.IM_END]
+    assert ask("--nogeneration_config", model=hot)["tokens"] == [*ANSWER_IDS, tiny.IM_END]
 
 
 def test_names_of_flags_may_have_dashes():

@@ -98,7 +98,8 @@ def test_stop_token_ids(model):
     whole = run(model).tokens[0]
     out = run(model, stop_token_ids=(whole[4],))
     first = whole.index(whole[4])
-    assert (out.tokens[0], out.finish_reason[0]) == (whole[:first], "stop")
+    assert (out.tokens[0], out.finish_reason[0], out.stop_reason[0]) == (whole[: first + 1], "stop", whole[4])
+    assert out.text_ids(0) == whole[:first]
 
 
 def test_stop_ends_a_stream(model):
@@ -106,7 +107,7 @@ def test_stop_ends_a_stream(model):
     whole, _ = streamed(model)
     seen, out = streamed(model, until=until)
     assert seen == whole[:until]
-    assert out.tokens == [[ids[i] for ids in seen] for i in range(2)] and out.finish_reason == ["stop"] * 2
+    assert out.tokens == [[ids[i] for ids in seen] for i in range(2)] and out.finish_reason == ["abort"] * 2
     assert [len(row) for row in out.logprobs] == [until] * 2 and out.stats.generated_tokens == 2 * until
 
 

@@ -27,7 +27,7 @@ def test_generate_text_and_stream_text(model):
     chunks = list(stream)
     out = stream.output
     assert "".join(chunks) == ANSWER == xj.generate_text(model, QUESTION, options) and len(chunks) > 5
-    assert (out.tokens, out.finish_reason) == ([[*ANSWER_IDS, IM_END]], ["stop"])
+    assert (out.tokens, out.finish_reason) == ([[*ANSWER_IDS, tiny.IM_END]], ["stop"])
 
 
 def test_a_conversation_is_encoded_as_its_template_says(model):

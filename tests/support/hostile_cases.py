@@ -150,7 +150,7 @@ GENERATION = {
         "typical_p": (math.nan, "1", 0, 2),
         "repetition_penalty": (math.nan, math.inf, "1.1", 0, -1),
         "no_repeat_ngram_size": (math.nan, "2", 1.5, -1, [2]),
-        "min_tokens": (math.nan, "2", 1.5, -1, 2**40),
+        "min_new_tokens": (math.nan, "2", 1.5, -1, 2**40),
         "do_sample": ("false", "true", [], 2),
         "suppress_tokens": ("abc", 5, [None], [1.7], [True], [[1]], ["1"], {}, [-1], [288], [10**30]),
         "eos_token_id": ("2", 1.5, True, [1.5], [[2]], [True], {}, ["a"]),

@@ -46,6 +46,13 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
         is_valid, form = forms[kind]
         if (value := settings.get(name)) is not None and not is_valid(value):
             raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
+    for setting in SETTINGS.values():
+        value = settings.get(setting.hf or "")
+        if value is not None and setting.valid and not setting.valid[0](value):
+            form = setting.valid[1]
+            raise InputError(
+                f"generation_config.json: {setting.hf} must be {form}, got {format_value(value)}"
+            )
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,8 +133,8 @@ _ENTRIES = (
 SETTINGS = {setting.name: setting for setting in _ENTRIES}
 NUMBERS = tuple(setting for setting in _ENTRIES if setting.kind in DTYPES)
 LISTS = tuple(setting for setting in _ENTRIES if setting.kind not in DTYPES)
-# Arguments of the library whose fields in bodies, and flags, have other names.
-FIELD_OF_ARGUMENT = dict(stop_strings="stop") | {
+# Fields in bodies, and flags, of arguments that errors of the library name.
+FIELD_OF_ARGUMENT = dict(max_tokens="max_tokens", min_tokens="min_tokens", stop_strings="stop") | {
     setting.name: setting.field for setting in _ENTRIES if setting.other_name
 }
 
