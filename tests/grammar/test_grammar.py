@@ -56,6 +56,7 @@ def bound(model, grammar):
 
 
 def decode(model, ids):
+    ids = [i for i in ids if i not in model.config.eos_token_ids]
     return model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -75,7 +76,7 @@ def reference(model, prompt, key, sampling, allowed):
         ids.append(int(np.argmax(masked_V)))
         logprobs.append(float(jax.nn.log_softmax(logits_V)[ids[-1]]))
         if ids[-1] in model.config.eos_token_ids:
-            return ids[len(prompt) : -1], logprobs
+            return ids[len(prompt) :], logprobs
     raise AssertionError(f"no end in {ids}")
 
 

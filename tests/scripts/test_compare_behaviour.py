@@ -48,7 +48,7 @@ def test_calls_end_as_they_do_for_this_model(found):
     assert got["generate lookup"] == "begins" and got["beam_search plain"] == "begins"
     for name, error in (
         ("generate itself as draft model", "a draft model is not supported"),
-        ("engine routes", "routes are of mixtures of experts"),
+        ("engine routed_experts", "routed_experts are of mixtures of experts"),
         ("attention_weights", "layer 0 has no softmax attention"),
     ):
         assert got[name].startswith(f"InputError: {error}"), name
@@ -81,7 +81,7 @@ def test_a_case_that_the_base_does_not_load_is_new(report, capsys):
 
 
 def test_signatures_do_not_say_where_a_thing_is_defined():
-    assert public_api.signature_of(xj.truncate).startswith("(cache: KVCache, length_B: ")
+    assert public_api.signature_of(xj.KVCache.repeat_rows) == "(self, n: int) -> 'KVCache'"
     members = public_api.members_of(xj.KVCache)
     assert members["capacity"] == "property(self) -> int" and {"layers", "k"} <= members.keys()
 

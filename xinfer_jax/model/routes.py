@@ -17,7 +17,9 @@ def routes_shape(config: ModelConfig) -> tuple[int, int]:
     """[L, U] of a token's routes. Raises InputError where the model has no mixture."""
     mixtures = sum(layer.experts is not None for layer in config.layers)
     if not mixtures:
-        raise InputError("routes are of mixtures of experts, and this model has none: do not ask for them")
+        raise InputError(
+            "routed_experts are of mixtures of experts, and this model has none: do not ask for them"
+        )
     return mixtures, config.num_experts_per_tok
 
 
@@ -45,7 +47,7 @@ def routes_of_layers(
     free = free_routes(config, tokens_shape)
     given = free if given is None else given
     check_array("routed_experts", given, np.integer, *free.shape)
-    check_range("routes: expert", given, -1, config.num_experts - 1)
+    check_range("routed_experts: expert", given, -1, config.num_experts - 1)
     mixtures = iter(jnp.moveaxis(jnp.asarray(given, jnp.int32), 2, 0))
     return tuple(next(mixtures) if layer.experts else None for layer in config.layers)
 
