@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from absl import flags
 from bench.commit_checkout import checkout_of, start_in
-from bench.model_shapes import hf_config
 from script_paths import ROOT
+
+from xinfer_jax.estimates.model_shapes import hf_config
 
 CALLS = ("stream", "stream_8", "generate", "generate_8", "prompt", "engine_8")
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")

@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
+from xinfer_jax.estimates.model_shapes import hf_config
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[float]]  # prompts and new tokens -> the time of each token

@@ -17,9 +17,9 @@ from functools import partial
 import jax
 import numpy as np
 from absl import flags
-from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
+from xinfer_jax.estimates.model_shapes import hf_config
 
 _CONFIG = flags.DEFINE_string("config", "", "A built-in shape with random weights; empty: the bundled model.")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of both.", lower_bound=1)

@@ -27,8 +27,9 @@ from typing import Any
 
 from absl import flags
 from bench.commit_checkout import checkout_of, start_in, widened, write_random_checkpoint
-from bench.model_shapes import SHAPES
 from script_paths import ROOT
+
+from xinfer_jax.estimates.model_shapes import SHAPES
 
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
 _RECORD = flags.DEFINE_string("record", None, "A file to which the records of the commit are written.")

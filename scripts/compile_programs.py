@@ -28,15 +28,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
 
 import jax
 from absl import flags
-from bench.model_shapes import SHAPES, hf_config
-from gpu import plan_estimates as estimates
-from gpu.card_specs import CARDS, TPUS
 from gpu.kernel_calls import kernel_calls
 from gpu.program_report import print_report, report
 from gpu.programs import PROGRAMS, ProgramJob, target_card, to_shapes
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype
 from xinfer_jax.checks import check_integer
+from xinfer_jax.estimates import plan_estimates as estimates
+from xinfer_jax.estimates.card_specs import CARDS, TPUS
+from xinfer_jax.estimates.model_shapes import SHAPES, hf_config
 from xinfer_jax.families.reading import from_hf
 
 TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels_pallas
-
+from . import kernels_pallas
 from .errors import InputError
 
 # Tokens of all rows together in a prefill chunk: 512 queries of the 0.5B shape fill 56 of an H200's 132

@@ -64,7 +64,7 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
 
 
 def compress_calls(model: xj.Model) -> Calls:
-    """Returns the calls of `scripts/quantize.py`, which have no public name. If their module moves, name both
+    """Returns the calls of `xinfer-jax quantize`, which have no public name. If their module moves, name both
     places here.
     """
 

@@ -1,6 +1,7 @@
 """Records of sizes and kernels: caches, pages of engines, shardings over a mesh, and `kernels_used`."""
 
 import contextlib
+import importlib.util
 import resource
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import kernels_pallas
 import xinfer_jax as xj
 from behaviour.recording import CACHE_DTYPES, CAPACITY, Records, attempt, num_bytes, shapes
+
+# In commits before 0.2.0 the kernels are a package of their own.
+_NAMES = ("xinfer_jax.kernels_pallas", "kernels_pallas")
+kernels_pallas = importlib.import_module(next(filter(importlib.util.find_spec, _NAMES)))
 
 MEMORY = 64 << 20  # bytes that every check takes to be there
 CACHE_SIZES = ((1, 16), (2, CAPACITY), (3, 300))  # rows, capacity

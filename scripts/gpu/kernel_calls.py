@@ -11,12 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels_pallas
 from gpu.section_cases import max_error, random
-from kernels_pallas import KeyBias, Mxfp4, reference, reference_append, reference_delta, reference_products
-from kernels_pallas.key_layouts import join, quantize
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
-from kernels_pallas.reference_products import FP8_BLOCK, Matrix, RowAdapters
+from xinfer_jax import kernels_pallas
+from xinfer_jax.kernels_pallas import (
+    KeyBias,
+    Mxfp4,
+    reference,
+    reference_append,
+    reference_delta,
+    reference_products,
+)
+from xinfer_jax.kernels_pallas.key_layouts import join, quantize
+from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax.kernels_pallas.reference_products import FP8_BLOCK, Matrix, RowAdapters
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # in order, and by name
 _PAGE = 64

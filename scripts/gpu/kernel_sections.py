@@ -10,9 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench.model_shapes import SHAPES
 
-import kernels_pallas
 from gpu.kernel_calls import KernelCall, kernel_calls
 from gpu.section_cases import (
     Case,
@@ -25,9 +23,11 @@ from gpu.section_cases import (
     random,
     time_call,
 )
-from kernels_pallas.key_layouts import join
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.estimates.model_shapes import SHAPES
+from xinfer_jax.kernels_pallas.key_layouts import join
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 # N, K, H; D, V.

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.model_shapes import SHAPES
 from script_paths import SCRIPTS
 
 import xinfer_jax as xj
@@ -20,6 +19,7 @@ from gpu.agreement import Forced, ForcedModel, float32_params
 from gpu.section_cases import Case, emulated, judged, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.estimates.model_shapes import SHAPES
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 QUESTION = "What is the capital of France?"
@@ -62,7 +62,7 @@ def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
     if plan.tiny:
         model = "tiny"
         sizes = ["--prompt_lengths=40", "--batch_sizes=1", "--new_tokens=8", "--repeats=1", "--probe_mib=8"]
-    given = [f"--config={model}", "--dtype=bfloat16", *sizes, *flags]
+    given = [f"--config={model}", "--dtype=bfloat16", "--requests=0", *sizes, *flags]
     yield Case(f"bench.py {' '.join([model, *flags])}", partial(bench_figures, given))
 
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from bench.model_work import bytes_per_pass, expert_fraction
 
-import kernels_pallas
-from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
-from gpu.plan_estimates import device_weights, visible_kv_bytes
 from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter
 from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.engine.pages import num_pages_for
+from xinfer_jax.estimates.card_specs import Card, Tpu
+from xinfer_jax.estimates.model_work import bytes_per_pass, expert_fraction
+from xinfer_jax.estimates.plan_estimates import device_weights, visible_kv_bytes
 from xinfer_jax.weights.params import tree_bytes
 
 MIB = 2**20

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-import kernels_pallas
-from gpu.card_specs import Card, Tpu
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
@@ -22,6 +21,7 @@ from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.engine.engine_device import Device, NewRow
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
+from xinfer_jax.estimates.card_specs import Card, Tpu
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
 from xinfer_jax.generation.executor import RunnableModel
 from xinfer_jax.generation.loop import TracedExecutor

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kernels_pallas
+from xinfer_jax import kernels_pallas
 
 _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu,memory.used"
 _SETS = 16

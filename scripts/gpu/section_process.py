@@ -33,7 +33,7 @@ def main() -> None:
         add(event="unsupported", why=why)
         return
     if plan.tiny and plan.platform == "tpu":
-        import kernels_pallas
+        from xinfer_jax import kernels_pallas
 
         with kernels_pallas.assume_device(None, "emulated", platform="tpu"):
             run_cases(plan, end, add)

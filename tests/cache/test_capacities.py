@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from small_models import CONFIGS, build
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.forward_parts import hidden_states

@@ -14,8 +14,8 @@ from quick import full_except
 from random_matrices import random_params
 from safetensors.numpy import load_file
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools

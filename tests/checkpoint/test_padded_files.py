@@ -9,8 +9,8 @@ import tiny
 from scaled_checkpoints import integers, w4
 from test_scaled_files import checkpoint, logits
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.formats.tensors import open_tensors

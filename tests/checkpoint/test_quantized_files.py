@@ -346,7 +346,7 @@ def test_older_versions_of_our_format_are_rejected_with_the_command(tmp_path):
     ):
         settings = dict(quant_method="xinfer_jax", version=version, **flags)
         path = tiny.write(tmp_path / str(version), tiny.CONFIG | dict(quantization_config=settings))
-        command = f"`python scripts/quantize.py --model=CHECKPOINT --output=DIR --quantize={options}"
+        command = f"`xinfer-jax quantize --model=CHECKPOINT --output=DIR --quantize={options}"
         assert command in tiny.load_error(path)
 
 

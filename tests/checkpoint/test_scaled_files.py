@@ -32,8 +32,8 @@ from scaled_checkpoints import (
     write,
 )
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight

@@ -18,6 +18,7 @@ from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.cli import answer_flags, startup
+from xinfer_jax.cli.commands import COMMANDS
 from xinfer_jax.text import encode_prompt
 
 pytestmark = pytest.mark.oldest
@@ -229,12 +230,14 @@ def test_help(command, flag):
     assert "flagfile" not in out and "undefok" not in out and max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("module", ["cli.answer_flags", "cli.chat_flags", "cli.batch_flags", "serve.command"])
-def test_help_has_each_flag_apart_from_its_text(module, capsys):
-    program = importlib.import_module(f"xinfer_jax.{module}").PARSER
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_each_flag_apart_from_its_text(name, capsys):
+    program = importlib.import_module(f"xinfer_jax.{COMMANDS[name].module}").PARSER
     with pytest.raises(SystemExit):
         program.parse([program.name, "--help"])
     out = capsys.readouterr().out
+    assert f"\nusage: {program.name} " in out and f"\nexample: {program.name} " in out
+    assert max(map(len, out.splitlines())) <= 120
     for name in program.values:
         option = f"--[no]{name}" if program.values[name].boolean else f"--{name}"
         assert re.search(rf"^  {re.escape(option)}(  +\S|\n {{28}}\S)", out, re.M), option

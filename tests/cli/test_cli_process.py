@@ -215,7 +215,7 @@ def test_interrupt_while_generating(environment, good):
     "script, args, code, output",
     [
         ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
-        ("perplexity.py", ["--window=x"], 2, "perplexity: .*--window=x"),
+        ("perplexity.py", ["--window=x"], 2, "xinfer-jax perplexity: --window=x"),
         ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Activation-aware quantization: scales keep the function, quantization loses little, scripts/quantize.py
+"""Activation-aware quantization: scales keep the function, quantization loses little, `xinfer-jax quantize`
 reports the loss.
 """
 
@@ -195,15 +195,15 @@ def test_loss_of_a_trained_model():
     assert change < 0.05 and change < nearest and same > same_nearest
 
 
-# --- scripts/quantize.py ------------------------------------------------------------------------------------
+# --- xinfer-jax quantize ------------------------------------------------------------------------------------
 
 
-quantize = partial(run_script.run, "quantize")
+quantize = partial(run_script.command, "quantize")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["rtn", "awq"])
-def test_script_writes_a_checkpoint(tmp_path, method):
+def test_command_writes_a_checkpoint(tmp_path, method):
     source = tiny.write(tmp_path / "source", generation_config={"eos_token_id": [271]})
     for name, text in (
         ("calibration", "the thing and the other\n<|endoftext|>\nanother one"),

@@ -256,15 +256,15 @@ def test_bad_arguments_of_score_completions_raise(qwen, prompts, completions, mo
         xj.score_completions(*qwen, prompts, completions, **more)
 
 
-# --- scripts/perplexity.py ----------------------------------------------------------------------------------
+# --- xinfer-jax perplexity ----------------------------------------------------------------------------------
 
 
-perplexity = partial(run_script.run, "perplexity")
+perplexity = partial(run_script.command, "perplexity")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (64, 32, 20)])
-def test_script_scores_every_token_once(bundled, tmp_path, window, stride, length):
+def test_command_scores_every_token_once(bundled, tmp_path, window, stride, length):
     """Token by token: the last of a context that starts where the first window to hold the token does."""
     ids = bundled.tokenizer.encode("What is the capital of France? It is Paris.\n" * 40)[:length]
     text = tmp_path / "text.txt"

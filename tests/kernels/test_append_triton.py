@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from quick import full_except
 
-from kernels_pallas import Levels, reference_append, triton
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.kernels_pallas import Levels, reference_append, triton
 from xinfer_jax.mixers.rope_append import rotate_and_append
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 from attention_cases import BF16, F32, assert_near, attention_case
 from quick import full_except
 
-from kernels_pallas import reference, triton
+from xinfer_jax.kernels_pallas import reference, triton
 
 pytestmark = [
     pytest.mark.newest,

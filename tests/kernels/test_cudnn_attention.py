@@ -16,8 +16,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from small_models import QWEN
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.gpu.cudnn_attention import cudnn_form
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig

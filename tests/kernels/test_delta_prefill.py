@@ -13,11 +13,11 @@ import pytest
 from delta_cases import BF16, EMULATED, F32, HYBRID, arrays, delta_call, run_delta
 from quick import full_except
 
-import kernels_pallas
 import xinfer_jax as xj
-from kernels_pallas.delta_blocks import PAIRS, split
-from kernels_pallas.reference_delta import DeltaState
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.kernels.delta_kernels import delta_form
+from xinfer_jax.kernels_pallas.delta_blocks import PAIRS, split
+from xinfer_jax.kernels_pallas.reference_delta import DeltaState
 from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.mixers.recurrent import Recurrent
 

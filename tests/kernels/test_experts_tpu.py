@@ -12,12 +12,12 @@ from quick import full_except
 from random_matrices import BF16, FP8, INT4, matrix
 from test_kernels_experts import layer_of
 
-import kernels_pallas
-from kernels_pallas import Mxfp4, reference, tpu
-from kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
-from kernels_pallas.tpu import expert_blocks
+from xinfer_jax import kernels_pallas
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
+from xinfer_jax.kernels_pallas import Mxfp4, reference, tpu
+from xinfer_jax.kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
+from xinfer_jax.kernels_pallas.tpu import expert_blocks
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32

@@ -12,10 +12,10 @@ import pytest
 from quick import full_except
 from random_matrices import FP8, matrix
 
-import kernels_pallas
-from kernels_pallas import reference_products
-from kernels_pallas.tpu import fp8 as tpu_fp8, streaming
-from kernels_pallas.triton import fp8
+from xinfer_jax import kernels_pallas
+from xinfer_jax.kernels_pallas import reference_products
+from xinfer_jax.kernels_pallas.tpu import fp8 as tpu_fp8, streaming
+from xinfer_jax.kernels_pallas.triton import fp8
 
 TPUS = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 ON_TPUS = [(FP8[0], TPUS[1]), (FP8[1], TPUS[2]), (FP8[0], TPUS[0])]

@@ -16,8 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from layer_changes import with_mixer, with_windows
 from small_models import QWEN, build, prompts
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import PLAIN, RunConfig

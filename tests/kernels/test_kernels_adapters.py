@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from random_matrices import BF16, matrix
 
-import kernels_pallas
 import xinfer_jax as xj
-from kernels_pallas import reference_products
-from kernels_pallas.reference_products import RowAdapters
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.kernels import product_kernels
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.kernels_pallas import reference_products
+from xinfer_jax.kernels_pallas.reference_products import RowAdapters
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.layers import Norm, products
 

@@ -15,13 +15,13 @@ from parity_cases import CASES
 from quick import full_except
 from random_matrices import random_params
 
-import kernels_pallas
-from kernels_pallas import reference, triton
-from kernels_pallas.triton.experts import _sort
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.expert_tiles import sort_choices
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
+from xinfer_jax.kernels_pallas import reference, triton
+from xinfer_jax.kernels_pallas.triton.experts import _sort
 
 pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels

@@ -14,7 +14,7 @@ import pytest
 from paths import ROOT, SUPPORT
 from test_kernels import SD, lowered_for_cuda
 
-import kernels_pallas
+from xinfer_jax import kernels_pallas
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 

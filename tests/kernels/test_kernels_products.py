@@ -11,10 +11,10 @@ from quick import full_except
 from random_matrices import BF16, F16, INT4, matrix
 
 import xinfer_jax as xj
-from kernels_pallas import reference_products, triton
 from xinfer_jax.backends.cpu.cpu_products import int8_activation_product
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.kernels_pallas import reference_products, triton
 from xinfer_jax.model.decoder import forward
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.layers import Norm, linear, products, rms_norm

@@ -16,9 +16,9 @@ from attention_cases import BF16, F32, assert_near, attention_case
 from paths import ROOT, SUPPORT
 from quick import full_except
 
-import kernels_pallas
-from kernels_pallas import HeadNorms, SideBySide, reference, reference_append
-from kernels_pallas.key_layouts import join, quantize
+from xinfer_jax import kernels_pallas
+from xinfer_jax.kernels_pallas import HeadNorms, SideBySide, reference, reference_append
+from xinfer_jax.kernels_pallas.key_layouts import join, quantize
 
 pytestmark = pytest.mark.newest
 

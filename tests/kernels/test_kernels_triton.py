@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from quick import full_except
 
-from kernels_pallas import reference, triton
+from xinfer_jax.kernels_pallas import reference, triton
 
 pytestmark = [
     pytest.mark.newest,

@@ -12,11 +12,11 @@ import pytest
 from quick import full_except
 from random_matrices import BF16, INT4, matrix
 
-import kernels_pallas
-from kernels_pallas import reference, reference_products
-from kernels_pallas.tpu import streaming
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.kernels.product_kernels import Operands, select_product
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.kernels_pallas import reference, reference_products
+from xinfer_jax.kernels_pallas.tpu import streaming
 from xinfer_jax.weights.fp8_weight import Fp8Weight
 from xinfer_jax.weights.layers import Norm, products
 from xinfer_jax.weights.quantization import device_form, quantize_matrix

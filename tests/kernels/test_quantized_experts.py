@@ -14,10 +14,10 @@ from parity_cases import CASES
 from random_matrices import FP8, INT4, matrix, quantized_experts, random_params
 
 import xinfer_jax as xj
-from kernels_pallas import reference, triton
 from xinfer_jax.backends.kernels.expert_kernels import select_experts
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
+from xinfer_jax.kernels_pallas import reference, triton
 from xinfer_jax.weights.fp8_weight import fp8_struct
 from xinfer_jax.weights.quantization import quantized_leaf, with_int8_activations
 

@@ -26,20 +26,18 @@ PACKAGES = (
     "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers", "feed_forward",
     "model", "sampling", "generation", "backends", "layerwise",
     "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",
-    "reranking", "adapters", "compress", "processes", "engine", "api", "batch", "cli", "serve", "testing",
-    "__main__",
+    "reranking", "adapters", "compress", "estimates", "processes", "engine", "api", "batch", "cli", "serve",
+    "testing", "__main__",
 )  # fmt: skip
 LIBRARY = ROOT / "xinfer_jax"
 FORMATTED_BY_HAND = 136  # statements with `# fmt: skip`
-FOLDERS = sorted(path.parent.name for path in LIBRARY.glob("*/__init__.py"))
+KERNELS = ROOT / "kernels_pallas"  # every import names it `xinfer_jax.kernels_pallas`, by a symbolic link
+FILES = [path for path in LIBRARY.rglob("*.py") if KERNELS.name not in path.relative_to(LIBRARY).parts]
+FOLDERS = sorted(path.parent.name for path in FILES if path.match("xinfer_jax/*/__init__.py"))
 MODULES = sorted(
-    ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
-    for path in LIBRARY.rglob("*.py")
-    if path.name != "__init__.py"
+    ".".join(path.relative_to(LIBRARY).with_suffix("").parts) for path in FILES if path.name != "__init__.py"
 )
-PROGRAMS = sorted(
-    path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py")
-)
+PROGRAMS = sorted([*FILES, *KERNELS.rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 
 
 @functools.cache
@@ -152,9 +150,33 @@ def test_rows_and_requests_are_complete_when_they_are_made():
     assert not {pair for pair in assigned if pair[1] in ("row", "answer", "request")}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.relative_to(KERNELS))
+)
 def test_kernels_stand_alone(path):
-    assert not {name for name in imported(path, "kernels_pallas") if name.split(".")[0] == "xinfer_jax"}
+    """They import nothing of the library, and each other by relative names that end inside their folder."""
+    assert not {"xinfer_jax", "kernels_pallas"} & {name.split(".")[0] for name in imported(path, "")}
+    depth = len(path.relative_to(KERNELS).parts)
+    levels = [node.level for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom)]
+    assert max(levels, default=0) <= depth
+
+
+@pytest.mark.parametrize("folder", ["xinfer_jax", "scripts", "tests"])
+def test_kernels_have_one_name(folder):
+    """Under a second name Python would load a second copy of each module, whose state nobody changes."""
+    if (ROOT / ".git").exists():  # An archive of the sources has a copy of the folder.
+        assert (LIBRARY / "kernels_pallas").readlink() == Path("../kernels_pallas")
+    paths = (ROOT / folder).rglob("*.py")
+    absolute = [node for path in paths for node in ast.walk(parse(path)) if names_kernels(node)]
+    assert not [ast.unparse(node) for node in absolute]
+
+
+def names_kernels(node: ast.AST) -> bool:
+    """Whether a statement imports `kernels_pallas` as a package of its own."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.split(".")[0] == "kernels_pallas" for alias in node.names)
+    is_absolute = isinstance(node, ast.ImportFrom) and not node.level
+    return is_absolute and node.module.split(".")[0] == "kernels_pallas"
 
 
 def test_programs_start_in_one_way():
@@ -168,8 +190,8 @@ def test_programs_start_in_one_way():
     del examples["checkout"]
     flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
     # check_gpu and check_tpu check for packages first, and print a table at Ctrl-C.
-    assert {"bench", "compare_behaviour", "perplexity", "quantize", "train_tiny"} <= flagged
-    for name in flagged | {"chat", "generate"}:
+    assert {"bench_peers", "compare_behaviour", "soak_engine", "train_tiny"} <= flagged
+    for name in flagged | {"chat", "generate", "bench", "perplexity", "plan", "quantize"}:
         first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
         assert "launcher" in ast.unparse(first), name
     for name, tree in examples.items():
@@ -225,7 +247,7 @@ def test_docstring_and_assignments_of_a_file(path):
 
 def test_few_statements_are_exempt_from_the_formatter():
     """Their number does not rise: a type with named fields takes the place of long lists of arguments."""
-    texts = (path.read_text(encoding="utf-8") for path in LIBRARY.rglob("*.py"))
+    texts = (path.read_text(encoding="utf-8") for path in FILES)
     assert sum(text.count("# fmt: skip") for text in texts) <= FORMATTED_BY_HAND
 
 

@@ -1,5 +1,5 @@
-"""scripts/bench.py and bench_pairs.py on tiny models: their fields, figures that must agree
-with each other, and bad flags.
+"""`xinfer-jax bench` and scripts/bench_pairs.py on tiny models: their fields, figures that must agree with
+each other, and bad flags.
 """
 
 import json
@@ -11,16 +11,16 @@ import jax
 import pytest
 import run_script
 import tiny
-from bench.model_shapes import hf_config
-from bench.model_work import bytes_per_pass, decode_work, prefill_work
 from paths import ROOT
 
 import xinfer_jax as xj
+from xinfer_jax.estimates.model_shapes import hf_config
+from xinfer_jax.estimates.model_work import bytes_per_pass, decode_work, prefill_work
 from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
-bench = partial(run_script.run, "bench")
+bench = partial(run_script.command, "bench")
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,11 @@ def is_spread(value: dict, least: float = 0.0) -> bool:
 def test_bench_figures_agree_with_each_other(directory):
     """A prompt that is too long is skipped."""
     done = bench(f"--config={directory}", "--prompt_lengths=8,300", "--new_tokens=6", "--batch_sizes=3",
-                 "--repeats=1", "--probe_mib=8")  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+                 "--repeats=1", "--probe_mib=8", "--requests=5", "--rows=2")  # fmt: skip
+    assert done.returncode == 0 and re.fullmatch("2 rows of .*\n", done.stderr)  # the sizes of the engine
     results = json.loads(done.stdout.splitlines()[-1])
     assert results["jax"] == jax.__version__ and "cores" in results["device"] and results["date"]
-    assert re.match(r"python (scripts/)?bench.py --config=", results["command"])
+    assert results["command"].startswith(f"xinfer-jax bench --config={directory} --prompt_lengths=8,300")
     assert results["weight_bytes"] == results["weight_bytes_per_pass"]
     assert all(is_spread(results["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
     row, too_long = results["rows"]
@@ -54,6 +54,10 @@ def test_bench_figures_agree_with_each_other(directory):
     assert results["weight_bytes"] < row["floor_bytes"] < row["peak_bytes"]
     for phase in ("prefill", "decode"):
         assert is_spread(row[phase]["of_limit"]) and row[phase]["bound"] in ("memory", "compute")
+    engine = results["engine"]
+    assert (engine["requests"], engine["prompt_tokens"], engine["new_tokens"]) == (5, 40, 30)  # none of 300
+    assert engine["new_tok_s"] == pytest.approx(30 / engine["seconds"])
+    assert 0 < engine["ttft_s"]["p50"] <= engine["ttft_s"]["p99"] < engine["seconds"]
     table = next(line for line in done.stdout.splitlines() if line.startswith("   3      8"))
     assert f"{row['peak_bytes'] / 2**20:.0f}" in table
 
@@ -64,9 +68,10 @@ def test_bench_figures_agree_with_each_other(directory):
         (["--prompt_lengths=8,x"], "prompt_lengths"),
         (["--new_tokens=1"], "new_tokens"),
         (["--repeats=0"], "repeats"),
+        (["--rows=0"], "rows"),
         (["--nonsense"], "nonsense"),
         (["--config=no-such-shape"], "no-such-shape"),
-        (["--config=qwen2.5-0.5b", "--model=x"], "exclude"),
+        (["--config=tiny", "--model=x"], "leave out one"),
         (["--dtype=float8"], "dtype"),
         (["--quantize=int3"], "quantize"),
         (["--batch_sizes="], "batch_sizes"),
@@ -78,7 +83,7 @@ def test_bad_flags_of_bench(flags, word):
     assert_rejected(bench(*flags), word)
 
 
-def assert_rejected(done, word: str, program: str = "bench") -> None:
+def assert_rejected(done, word: str, program: str = "xinfer-jax bench") -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{program}: ") and word in line

@@ -24,7 +24,7 @@ from gpu.kernel_calls import kernel_calls
 from gpu.section_runner import Section
 from paths import ROOT, SCRIPTS
 
-import kernels_pallas
+from xinfer_jax import kernels_pallas
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 

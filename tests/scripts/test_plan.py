@@ -1,4 +1,4 @@
-"""scripts/plan.py: bytes compared with arrays and known models."""
+"""`xinfer-jax plan`: bytes compared with arrays and known models."""
 
 import re
 import tempfile
@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 import run_script
-from bench.model_shapes import hf_config
-from gpu import plan_estimates as estimates
 from mesh_cases import FAMILIES, mesh_of, write_checkpoint
 from small_models import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.cache.paged import empty_pools
+from xinfer_jax.cli import plan_flags
+from xinfer_jax.estimates import plan_estimates as estimates
+from xinfer_jax.estimates.model_shapes import hf_config
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import METHODS
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.oldest
 
 ANY_MODEL = ("float32", "bfloat16", *METHODS)  # formats that any model may have
 
-plan = partial(run_script.run, "plan")
+plan = partial(run_script.command, "plan")
 
 
 def plan_job(config, weights="bfloat16", cache_dtype="bfloat16", rows=4, context=100, chunk=64):
-    return estimates.Job(config, weights, cache_dtype, rows, context, chunk)
+    return estimates.EngineLoad(config, weights, cache_dtype, rows, context, chunk)
 
 
 @pytest.mark.parametrize("weights", ANY_MODEL)
@@ -39,14 +40,14 @@ def test_bytes_are_those_of_the_arrays(weights, changes):
     quantize = weights if weights.startswith("int") else None
     dtype = "float32" if weights == "float32" else "bfloat16"
     params = xj.init_params(config, jax.random.key(0), dtype, quantize)
-    assert estimates.memory_plan(plan_job(config, weights), 1).parts["weights"] == tree_bytes(params)
+    assert estimates.mesh_plan(plan_job(config, weights), 1).parts["weights"] == tree_bytes(params)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_pages_are_those_of_an_engine(kind):
     job = plan_job(from_hf(QWEN), cache_dtype=kind)
     pools = jax.eval_shape(lambda: empty_pools(job.config, 4 * 2 + 1, job.kv))  # 100 tokens: two pages
-    pages = [estimates.memory_plan(job, n).parts["pages"] for n in (1, 2, 4)]
+    pages = [estimates.mesh_plan(job, n).parts["pages"] for n in (1, 2, 4)]
     size = tree_bytes(pools)
     assert pages == [size, size // 2, size // 2]  # 2 key heads
 
@@ -62,8 +63,8 @@ def test_pages_are_those_of_an_engine(kind):
 def test_bytes_of_known_models(name, numbers):
     config = from_hf(hf_config(name))
     assert estimates.num_weights(config) == numbers
-    assert estimates.memory_plan(plan_job(config), 1).parts["weights"] == 2 * numbers
-    half = estimates.memory_plan(plan_job(config), 2).parts["weights"]
+    assert estimates.mesh_plan(plan_job(config), 1).parts["weights"] == 2 * numbers
+    half = estimates.mesh_plan(plan_job(config), 2).parts["weights"]
     assert numbers < half < 1.001 * numbers  # norms are on both
 
 
@@ -72,7 +73,7 @@ def test_bytes_of_experts_in_mxfp4():
     config = from_hf(hf_config("gpt-oss-20b"))
     experts = 24 * 32 * 3 * 2880 * 2880
     assert estimates.num_weights(config) == 20_914_757_184
-    found = estimates.memory_plan(plan_job(config, "mxfp4"), 1).parts["weights"]
+    found = estimates.mesh_plan(plan_job(config, "mxfp4"), 1).parts["weights"]
     assert found == experts * 17 // 32 + 2 * (20_914_757_184 - experts)
 
 
@@ -94,6 +95,13 @@ def test_plan_prints_bytes():
     assert "The smallest mesh on which it fits: model=4, 2 such engines on 8 devices" in lines
 
 
+def test_formats_of_the_flag_are_those_of_the_estimates():
+    flag = plan_flags.PARSER.values["weights"].parser
+    assert all(flag.parse(weights) == weights for weights in estimates.WEIGHTS)
+    with pytest.raises(ValueError, match=f"give {', '.join(estimates.WEIGHTS[:-1])} or fp8"):
+        flag.parse("int3")
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -105,7 +113,7 @@ def test_plan_prints_bytes():
 def test_bad_flags_of_plan_exit_with_one_line(flags, message):
     done = plan(*flags)
     assert done.returncode == 2, done
-    assert re.fullmatch(f"plan: .*{message}.*\n", done.stderr)
+    assert re.fullmatch(f"xinfer-jax plan: .*{message}.*\n", done.stderr)
 
 
 def main():
@@ -118,7 +126,7 @@ def main():
             for n in (2, 8):  # of 4 key heads
                 params = xj.load_model(path, dtype, quantize, mesh=mesh_of(n)).params
                 own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-                planned = estimates.memory_plan(plan_job(from_hf(hf), weights), n).parts["weights"]
+                planned = estimates.mesh_plan(plan_job(from_hf(hf), weights), n).parts["weights"]
                 assert planned == own, (weights, n, planned, own)
 
 

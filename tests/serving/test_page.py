@@ -3,12 +3,10 @@
 import base64
 import json
 import re
-import tomllib
 from hashlib import sha256
 
 import pytest
 from browser import CHROMIUM, LAST, Browser, Stub
-from paths import ROOT
 
 from xinfer_jax.serve.page import HEADERS, PAGE
 
@@ -56,15 +54,6 @@ def test_headers_allow_only_the_pages_script_and_style():
         assert inside.strip() and f"{tag}-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert not re.search(r"\b(src|href)=|\bstyle=|\bon\w+=|innerHTML|insertAdjacentHTML|@import", PAGE)
-
-
-def test_all_files_of_the_page_are_packaged():
-    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    library = ROOT / "xinfer_jax"
-    packaged = {path for pattern in package_data["xinfer_jax"] for path in library.glob(pattern)}
-    files = {path for path in (library / "serve").iterdir() if path.is_file()}
-    files = {path for path in files if path.suffix not in (".py", ".md")}
-    assert files and files <= packaged
 
 
 @pytest.fixture(scope="module")

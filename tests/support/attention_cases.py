@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import KeyBias
-from kernels_pallas.key_layouts import quantize
+from xinfer_jax.kernels_pallas import KeyBias
+from xinfer_jax.kernels_pallas.key_layouts import quantize
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAGE = 64

@@ -1,5 +1,5 @@
-"""The import closure of a module: what `import` statements can load from the two packages, and how many lines
-that is. `python tests/support/closure.py` prints the closures of the core, module by module.
+"""The import closure of a module: what `import` statements can load from the library, and how many lines that
+is. `python tests/support/closure.py` prints the closures of the core, module by module.
 """
 
 import ast
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paths import ROOT
 
-LIBRARIES = ("xinfer_jax", "kernels_pallas")
+LIBRARY = "xinfer_jax"
 FUNCTIONAL = "xinfer_jax.generation.functional"  # forward, prefill, decode_step, decode_loop
 GENERATE = "xinfer_jax.generation.entrypoints"
 SIMPLE = "xinfer_jax.generation.simple"  # generation in plain Python
@@ -40,10 +40,10 @@ class Size(NamedTuple):
 
 
 def source_file(module: str) -> Path | None:
-    """Returns the file of a module or package of the two libraries; None if there is none of that name."""
+    """Returns the file of a module or package of the library; None if there is none of that name."""
     path = ROOT.joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
-    found = (file for file in files if module.split(".")[0] in LIBRARIES and file.is_file())
+    found = (file for file in files if module.split(".")[0] == LIBRARY and file.is_file())
     return next(found, None)
 
 

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-import kernels_pallas
-from kernels_pallas import HeadNorms, Mxfp4, SideBySide
-from kernels_pallas.key_layouts import scale_rows
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
-from kernels_pallas.reference_products import Matrix
+from xinfer_jax import kernels_pallas
+from xinfer_jax.kernels_pallas import HeadNorms, Mxfp4, SideBySide
+from xinfer_jax.kernels_pallas.key_layouts import scale_rows
+from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax.kernels_pallas.reference_products import Matrix
 from xinfer_jax.ops.operation import run
 
 BF16, F32, INT8 = jnp.bfloat16, jnp.float32, jnp.uint8

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from small_models import QWEN
 
-import kernels_pallas
-from kernels_pallas import reference_delta
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax import kernels_pallas
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.kernels_pallas import reference_delta
+from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.ops.operation import Call, run
 

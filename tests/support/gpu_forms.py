@@ -7,7 +7,7 @@ from unittest import mock
 
 import jax
 
-import kernels_pallas
+from xinfer_jax import kernels_pallas
 
 
 @contextlib.contextmanager

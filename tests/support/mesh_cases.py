@@ -33,8 +33,8 @@ from parity_cases import CASES, random_tensors
 from random_matrices import random_params, write_checkpoint
 from safetensors.numpy import load_file
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.experts import mixture_of_experts

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels_pallas import mosaic, reference
+from xinfer_jax.kernels_pallas import mosaic, reference
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 H200 = AbstractMesh(
@@ -136,7 +136,7 @@ def head(rows, vocabulary, width, dtype="bfloat16", nan=False, **kwargs):
 
 
 def main():
-    module = importlib.import_module("kernels_pallas.mosaic.argmax")
+    module = importlib.import_module("xinfer_jax.kernels_pallas.mosaic.argmax")
     # Several tiles for each program, though the matrix is small.
     module.parts = SimpleNamespace(**vars(module.parts) | {"PROGRAMS": 3})
     cases = {

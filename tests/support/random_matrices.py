@@ -7,8 +7,8 @@ import tiny
 from parity_cases import fuse_tensors, random_tensors
 
 import xinfer_jax as xj
-from kernels_pallas.reference_products import Matrix
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.kernels_pallas.reference_products import Matrix
 from xinfer_jax.weights.quantization import quantized_leaf
 
 BF16, F16 = jnp.bfloat16, jnp.float16

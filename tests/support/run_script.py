@@ -1,5 +1,5 @@
-"""Runs the programs of scripts/: in this process, whose imports and compiled programs they use, or in
-processes with several virtual devices.
+"""Runs the programs of scripts/, and commands: in this process, whose imports and compiled programs they use,
+or in processes with several virtual devices.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import launcher
 from absl import flags
 from paths import ROOT, SCRIPTS
 
+from xinfer_jax.cli.commands import COMMANDS
 from xinfer_jax.cli.process import run_and_exit
 
 
@@ -72,6 +73,20 @@ def _remove_flags(known: set[str]) -> None:
     """Another program may have flags of the same names."""
     for flag in set(flags.FLAGS) - known:
         delattr(flags.FLAGS, flag)
+
+
+def command(name: str, *arguments: str) -> SimpleNamespace:
+    """Runs `xinfer-jax NAME` here and returns what a process would leave: returncode, stdout, stderr."""
+    program = importlib.import_module(f"xinfer_jax.{COMMANDS[name].module}")
+    out = io.StringIO()
+    err = io.StringIO()
+    code = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            program.main([f"xinfer-jax {name}", *arguments])
+        except SystemExit as end:
+            code = end.code
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def run(name: str, *arguments: str) -> SimpleNamespace:

@@ -13,8 +13,8 @@ from parity_cases import CASES
 from quick import full_except
 from random_matrices import write_checkpoint
 
-import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.cpu.cpu_products import int8_activation_product
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.compress.awq import quantized_params, with_outliers

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kernels_pallas
+from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.tpu.tpu_embedding import tpu_embedding_form
 from xinfer_jax.backends.tpu.tpu_products import row_form, tpu_grouped_form
 from xinfer_jax.config.run_config import PLAIN

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import kernels_pallas
-
+from .. import kernels_pallas
 from ..cache.kv_cache import empty_layers
 from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig

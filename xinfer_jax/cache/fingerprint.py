@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels_pallas.mxfp4 import values_from_tpu
-
 from ..config.layer_spec import AttentionSpec, MlpSpec
 from ..config.model_config import ModelConfig
+from ..kernels_pallas.mxfp4 import values_from_tpu
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.padded_weight import without_padding
 from ..weights.params import Params

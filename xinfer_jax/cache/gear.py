@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.key_layouts import from_levels, to_levels
-
 from ..errors import InputError
+from ..kernels_pallas.key_layouts import from_levels, to_levels
 from ..ops.operation import match_varying_axes
 from .stored_kv import CacheDtype, StoredKV
 

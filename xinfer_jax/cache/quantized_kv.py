@@ -7,9 +7,8 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Levels
-from kernels_pallas.key_layouts import from_levels, quantize
-
+from ..kernels_pallas import Levels
+from ..kernels_pallas.key_layouts import from_levels, quantize
 from .stored_kv import CacheDtype, StoredKV
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-import kernels_pallas
-from kernels_pallas.key_layouts import (
+from .. import kernels_pallas
+from ..kernels_pallas.key_layouts import (
     SideBySide,
     dequantize,
     join,
@@ -17,7 +17,6 @@ from kernels_pallas.key_layouts import (
     separate,
     unpack_scale,
 )
-
 from .quantized_kv import QuantizedKV
 from .stored_kv import StoredKV, quantized_dtype
 

@@ -10,7 +10,7 @@ Where the devices do not divide the vocabulary, rows of zeros are appended. No t
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +21,10 @@ from ..families.naming import FileSpec
 from ..formats.tensors import StoredTensor, Tensors
 from ..sharding import MODEL, RULES
 from ..weights.layout import partition_specs
+from ..weights.params import ParamSpec
 from ..weights.weight_leaf import WeightLeaf
+
+_Spec = TypeVar("_Spec", bound=ParamSpec)
 
 
 class LeafPartition(NamedTuple):
@@ -31,7 +34,7 @@ class LeafPartition(NamedTuple):
     axis: int | None
     devices_per_part: int  # more than one where key/value heads are repeated
 
-    def part_spec(self, spec: FileSpec) -> FileSpec:
+    def part_spec(self, spec: _Spec) -> _Spec:
         """The spec of one part; of a vocabulary with padding."""
         if self.axis is None:
             return spec
@@ -75,7 +78,7 @@ class LeafPartition(NamedTuple):
         return tensor.slice_axis(axis, i * size, size)
 
 
-def leaf_partition(spec: FileSpec, devices: int) -> LeafPartition:
+def leaf_partition(spec: ParamSpec, devices: int) -> LeafPartition:
     """How a leaf is split over the devices of a mesh. spec: before key/value heads are repeated."""
     axis = next((axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL), None)
     if axis is None:

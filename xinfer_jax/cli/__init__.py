@@ -1,11 +1,12 @@
-"""The commands `xinfer-jax`, `xinfer-jax-chat` and `xinfer-jax-batch`. The library does their work; no other
-package but `serve` imports this one.
+"""The commands of `xinfer-jax`, except `serve`. The library does their work; no other package except `serve`
+imports this one.
 
-In the order to read: `terminal` (writes the answer, log lines and the status line), `process` (Ctrl-C, closed
-streams, exit codes), `flag_parser` (flags with ranges, help and version), `process_group` (the processes that
-run one model, and the settings that they must share), `startup` (the work before the first token); `answer`,
-`chat` and `batch` do the work of the commands; `answer_flags`, `chat_flags` and `batch_flags` parse their
-flags.
+In the order to read: `commands` (the table), `terminal` (writes the answer, log lines and the status line),
+`process` (Ctrl-C, closed streams, exit codes), `flag_parser` (flags with ranges, help and version),
+`process_group` (the processes that run one model, and the settings that they must share), `startup` (the work
+before the first token). A command is two modules, for its work and its flags: `answer` and `answer_flags` for
+`generate`, `chat` and `chat_flags`, `batch` and `batch_flags`, `quantize` and `quantize_flags`, `plan` and
+`plan_flags`, `perplexity` and `perplexity_flags`, `bench` and `bench_flags` (with `machine_limits`).
 
 - Flags are parsed and checked before jax is imported, so errors are printed at once.
 - The work runs in a second thread, and a process ends by `os._exit`: a Ctrl-C need not wait for XLA

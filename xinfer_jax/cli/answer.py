@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-from kernels_pallas import Selection
-
 from ..adapters.adapted_params import with_adapter
 from ..adapters.peft_files import load_adapter
 from ..api.sampling_fields import ids_of_texts
@@ -22,6 +20,7 @@ from ..generation.beams import BeamSearchPlan, BeamSettings, beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
+from ..kernels_pallas import Selection
 from ..memory_plan import format_mib
 from ..processes.control_channel import open_control_channel
 from ..sampling.logprobs import TokenLogprobs

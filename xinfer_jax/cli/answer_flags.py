@@ -21,8 +21,8 @@ from .terminal import status
 PARSER = FlagParser(
     "xinfer-jax",
     "Text in, text out with a Hugging Face checkpoint.",
-    "xinfer-jax --prompt TEXT [flags]",
-    'xinfer-jax --prompt "What is the capital of France?" --temperature 0.7 --seed 1',
+    "--prompt TEXT [flags]",
+    '--prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
 GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
 _CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")

@@ -17,9 +17,11 @@ from .startup import check_devices, join_processes, open_model, use_compilation_
 from .terminal import status
 
 
-def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
-    """Answers a file of prompts; the exit code, 1 if a line of the output is an error."""
-    use_compilation_cache("xinfer-jax-batch", flags.compilation_cache)
+def answer_file(command: str, flags: Any, shard: tuple[int, int] | None) -> int:
+    """Answers a file of prompts; the exit code, 1 if a line of the output is an error. command: its name, for
+    log lines.
+    """
+    use_compilation_cache(command, flags.compilation_cache)
     engine = vars(engine_options(flags))
     process = join_processes()
     check_devices(flags)
@@ -33,9 +35,7 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):
-        status.log(
-            "xinfer-jax-batch: this checkpoint has no chat template: prompts are continued as they are"
-        )
+        status.log(f"{command}: this checkpoint has no chat template: prompts are continued as they are")
     options = GenerateOptions(
         max_tokens=flags.max_tokens, sampling=sampling_from_flags(flags, model),
         stop_strings=tuple(flags.stop), grammar=grammar_from_flags(flags),

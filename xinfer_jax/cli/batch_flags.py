@@ -20,8 +20,8 @@ from .terminal import status
 PARSER = FlagParser(
     "xinfer-jax-batch",
     "Answer a file of prompts. A run that was interrupted continues when it is started again.",
-    "xinfer-jax-batch --input FILE --output FILE [flags]",
-    "xinfer-jax-batch --input prompts.jsonl --output answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct",
+    "--input FILE --output FILE [flags]",
+    "--input prompts.jsonl --output answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct",
 )
 PARSER.group = "files"
 PARSER.add_text(
@@ -79,7 +79,7 @@ def _run() -> int:
         from .batch import answer_file, merge_outputs
     if values.merge is not None:
         return merge_outputs(values)
-    return answer_file(values, (int(shard[1]), int(shard[2])) if values.shard else None)
+    return answer_file(PARSER.name, values, (int(shard[1]), int(shard[2])) if values.shard else None)
 
 
 main = command_main(PARSER, _run)

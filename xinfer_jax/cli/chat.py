@@ -24,9 +24,9 @@ _MAX_LINE = 2**20  # characters
 _COMMANDS = "there are /exit, /reset and /stats"
 
 
-def chat_loop(flags: Any) -> int:
-    """Answers the lines of standard input until it ends; the exit code."""
-    use_compilation_cache("xinfer-jax-chat", flags.compilation_cache)
+def chat_loop(command: str, flags: Any) -> int:
+    """Answers the lines of standard input until it ends; the exit code. command: its name, for log lines."""
+    use_compilation_cache(command, flags.compilation_cache)
     conversation = Conversation(flags)
     show_stats = flags.stats
     while (line := _next_line()) and line != "/exit":
@@ -40,7 +40,7 @@ def chat_loop(flags: Any) -> int:
             try:
                 stats = conversation.answer(line)
             except InputError as error:  # of this question; the next one may work
-                status.log(f"xinfer-jax-chat: {error}")
+                status.log(f"{command}: {error}")
             else:
                 write(stats if show_stats else "")
     return 0

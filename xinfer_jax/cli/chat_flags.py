@@ -19,8 +19,8 @@ PARSER = FlagParser(
     "Chat with a model. The KV cache is reused, so each turn prefills only its new tokens.\n"
     "An empty line or /exit ends the chat, /reset starts a new one, /stats switches statistics on and off.\n"
     "Ctrl-C stops an answer; twice, or at the prompt, it ends the chat.",
-    "xinfer-jax-chat [flags]",
-    "xinfer-jax-chat --model Qwen/Qwen2.5-0.5B-Instruct --quantize int8",
+    "[flags]",
+    "--model Qwen/Qwen2.5-0.5B-Instruct --quantize int8",
 )
 PARSER.group = "chat"
 PARSER.add_text("system", "System message.")
@@ -47,7 +47,7 @@ def _run() -> int:
         from ..layerwise.precompile import stop_compiling
         from .chat import chat_loop
     try:
-        return chat_loop(PARSER.values)
+        return chat_loop(PARSER.name, PARSER.values)
     finally:
         stop_compiling()
 

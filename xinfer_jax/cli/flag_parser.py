@@ -24,21 +24,31 @@ class FlagParser:
 
     Each definition takes a name and a help text. A value out of range raises with the remedy.
 
+    Args:
+        name: of the command, as in errors.
+        about: the first lines of --help.
+        usage, example: the arguments after the command's name.
+
     Attributes:
+        name: as it was given; the name by which the command was started may take its place.
+        heading: what --help prints before all else.
         values: of the flags.
         group: the heading in --help of flags that are defined next.
     """
 
     def __init__(self, name: str, about: str, usage: str, example: str):
         self.name = name
-        self._about = [about, "", f"usage: {usage}", f"example: {example}", ""]
+        self.heading = ""
+        self._about = about
+        self._usage = usage
+        self._example = example
         self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
         self.group = "flags"
         self._groups: dict[str, list[str]] = {}
 
-    def add_text(self, name: str, help: str, empty: str = "") -> None:
+    def add_text(self, name: str, help: str, empty: str = "", default: str | None = None) -> None:
         """A text. empty: the remedy for an empty text; "": an empty text is allowed."""
-        self._define(name, help, None, str, lambda text: text or not empty, empty)
+        self._define(name, help, default, str, lambda text: text or not empty, empty)
 
     def add_texts(self, name: str, help: str, empty: str) -> None:
         """A list of texts, one each time that the flag is given."""
@@ -56,6 +66,11 @@ class FlagParser:
     ) -> None:
         remedy = f"give a whole number from {least} to {most}"
         self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
+
+    def add_integers(self, name: str, help: str, default: str) -> None:
+        """Whole numbers from 1, with commas between; the value is a list."""
+        remedy = "give whole numbers from 1, with commas between"
+        self._define(name, help, default, _whole_numbers, all, remedy)
 
     def add_number(
         self, name: str, help: str, is_valid: Any, range: str, default: float | None = None
@@ -160,7 +175,10 @@ class FlagParser:
         return self.values[name].value != self.values[name].default
 
     def _help(self) -> str:
-        lines = [*self._about]
+        usage = f"usage: {self.name} {self._usage}"
+        about = [textwrap.fill(line, 110, break_on_hyphens=False) for line in self._about.split("\n")]
+        lines = [f"{self.heading}{about[0]}", *about[1:], "", usage]
+        lines += [f"example: {self.name} {self._example}", ""]
         for group, names in self._groups.items():
             lines.append(f"{group}:")
             for name in names:
@@ -173,7 +191,9 @@ class FlagParser:
 
 def _entry(option: str, text: str, default: Any = None) -> list[str]:
     """The lines of --help for one flag."""
-    text += "" if default in (None, []) else f" Default: {str(default).lower()}."
+    if isinstance(default, list):
+        default = ",".join(map(str, default))
+    text += "" if default in (None, "") else f" Default: {str(default).lower()}."
     indent = " " * 28
     name = f"  {option}"
     if len(name) >= len(indent):  # too long for its column
@@ -193,6 +213,10 @@ def version() -> str:
 
 def _boolean(value: Any) -> bool:
     return {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}[str(value).lower()]
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 class _Values(flags.FlagValues):

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import kernels_pallas
-
+from .. import kernels_pallas
 from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
 from ..weights.grouped_weight import grouped_struct, pack_int4

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kernels_pallas.mxfp4 import is_for_tpu, values_from_tpu
-
 from ..families.conversion import TensorOfLeaves
+from ..kernels_pallas.mxfp4 import is_for_tpu, values_from_tpu
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight, mxfp4_struct
 from ..weights.padded_weight import stored_weight
 from ..weights.quantized_weight import is_quantized

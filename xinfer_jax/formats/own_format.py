@@ -40,7 +40,7 @@ class OwnFormat(QuantizedFormat):
             flag = " --activations=int8" if config.keys() & {"rotated", "once", "blocks"} else ""
             raise InputError(
                 f"version {version} of our format of quantized weights is not read, only {_VERSION}: write"
-                " the files again from the float checkpoint with `python scripts/quantize.py"
+                " the files again from the float checkpoint with `xinfer-jax quantize"
                 f" --model=CHECKPOINT --output=DIR --quantize={'int4' if version == 4 else 'int8'}{flag}`"
             )
         require(version == _VERSION, "version")

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import BIAS_STRIDE
-
 from ..config.layer_spec import AttentionSpec
 from ..config.model_config import ModelConfig
+from ..kernels_pallas import BIAS_STRIDE
 from ..weights.layers import apply_rope, rotary_angles
 from ..weights.params import Params
 

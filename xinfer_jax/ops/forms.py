@@ -8,11 +8,10 @@ import jax
 import numpy as np
 from jax import lax
 
-import kernels_pallas
-from kernels_pallas import Selection
-
+from .. import kernels_pallas
 from ..checks import array_module
 from ..errors import InputError
+from ..kernels_pallas import Selection
 from ..plugins import load
 from .operation import Call, by_position, with_derivative
 

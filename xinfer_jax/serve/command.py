@@ -31,8 +31,8 @@ PARSER = FlagParser(
     "xinfer-jax-serve",
     "Serves a model through the OpenAI HTTP API, and a chat page.\n"
     "Needs the extra packages of serve: run pip install '.[serve]' in a checkout of xinfer_jax.",
-    "xinfer-jax-serve [flags]",
-    "xinfer-jax-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
+    "[flags]",
+    "--model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
 )
 _SWITCH_SECONDS = 0.0005  # until a thread releases the GIL for others, such as the engine and the event loop
 _KEY_VARIABLE = "XINFER_JAX_API_KEY"
@@ -286,7 +286,7 @@ def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> 
 def _load_model(flags: Any) -> Any:
     from ..cli.startup import check_devices, join_processes, open_model, use_compilation_cache
 
-    use_compilation_cache("xinfer-jax-serve", flags.compilation_cache)
+    use_compilation_cache(PARSER.name, flags.compilation_cache)
     join_processes()
     check_devices(flags)
     return open_model(flags.model, flags).read()

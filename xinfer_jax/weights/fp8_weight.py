@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.reference_products import FP8_BLOCK as FP8_BLOCK, spread_blocks
-
+from ..kernels_pallas.reference_products import FP8_BLOCK as FP8_BLOCK, spread_blocks
 from .quantized_weight import QuantizedWeight
 
 

@@ -11,14 +11,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from kernels_pallas.mxfp4 import (
+from ..kernels_pallas.mxfp4 import (
     GROUP as GROUP,
     dequantize_mxfp4,
     is_for_tpu,
     values_for_tpu,
     values_from_tpu,
 )
-
 from .padded_weight import PaddedWeight
 from .quantized_weight import QuantizedWeight
 from .weight_leaf import WeightLeaf

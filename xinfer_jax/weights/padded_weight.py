@@ -5,8 +5,7 @@ from typing import Any, Self
 
 import jax
 
-from kernels_pallas.key_layouts import LANES
-
+from ..kernels_pallas.key_layouts import LANES
 from .quantized_weight import QuantizedWeight
 from .weight_leaf import WeightLeaf
 

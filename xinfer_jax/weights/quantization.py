@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kernels_pallas
-
+from .. import kernels_pallas
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported

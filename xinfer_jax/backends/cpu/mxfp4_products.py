@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.mxfp4 import number, power
-
+from ...kernels_pallas.mxfp4 import number, power
 from ...ops.forms import always
 from ...ops.product import dot
 from ...weights.mxfp4 import BYTES, Mxfp4Weight

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import kernels_pallas
-
+from ... import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...ops.operation import Call
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-from kernels_pallas.reference import LOGITS_GROUP
-
+from ... import kernels_pallas
 from ...config.run_config import PLAIN, RunConfig
+from ...kernels_pallas.reference import LOGITS_GROUP
 from ...ops.forms import always
 from ...ops.operation import Call
 from ...sampling.batched_settings import has_all_settings

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-import kernels_pallas
-
+from ... import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...mixers.attention import ROW_QUERIES
 from ...mixers.rope_append import norm_heads

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-import kernels_pallas
-
+from ... import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...cache.stored_kv import StoredKV, cache_dtype_of
 from ...mixers.attention import Scoring, VisibleKeys

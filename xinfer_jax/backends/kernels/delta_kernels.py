@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import kernels_pallas
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
-
+from ... import kernels_pallas
 from ...config.model_config import ModelConfig
+from ...kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from ...mixers.recurrent import Recurrent
 from ...ops.forms import with_plain_derivative
 from ...ops.operation import Call

@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 
-import kernels_pallas
-from kernels_pallas.reference_products import Matrix
-
+from ... import kernels_pallas
 from ...config.model_config import ModelConfig
 from ...feed_forward.experts import swish
+from ...kernels_pallas.reference_products import Matrix
 from ...ops.forms import Kernel, named
 from ...ops.operation import Call
 from ...weights.fp8_weight import Fp8Weight

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-
+from ... import kernels_pallas
 from ...config.model_config import ModelConfig
 from ...config.run_config import DEFAULT, RunConfig
 from ...generation.state import DecodeState, append_token

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-import kernels_pallas
-from kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
-
+from ... import kernels_pallas
 from ...config.run_config import RunConfig
+from ...kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
 from ...ops.forms import with_plain_derivative
 from ...ops.operation import Call
 from ...sharding import abstract_mesh_of

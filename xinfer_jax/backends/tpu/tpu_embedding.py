@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.key_layouts import LANES
-
+from ...kernels_pallas.key_layouts import LANES
 from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
 

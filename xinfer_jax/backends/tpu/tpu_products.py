@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.reference_products import FEW_ROWS
-
+from ...kernels_pallas.reference_products import FEW_ROWS
 from ...ops.operation import Call
 from ...ops.product import dot, float_precision
 from ...weights.grouped_weight import GroupedWeight, split_groups

@@ -9,37 +9,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.model_work import attention_mixers
 from jax.sharding import PartitionSpec
 
-from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
-from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
-from xinfer_jax.checkpoint.sharded_leaves import leaf_partition
-from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.memory_plan import MemoryPlan, program_parts
-from xinfer_jax.sharding import RULES
-from xinfer_jax.weights.fp8_weight import FP8_BLOCK, fp8_struct
-from xinfer_jax.weights.layout import partition_specs
-from xinfer_jax.weights.mxfp4 import mxfp4_struct
-from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
-from xinfer_jax.weights.quantization import (
+from ..cache.kv_cache import cache_bytes, state_bytes
+from ..cache.paged import PAGE_SIZE
+from ..cache.stored_kv import cache_dtype_of, resolve_cache_dtype
+from ..checkpoint.sharded_leaves import leaf_partition
+from ..config.model_config import ModelConfig
+from ..memory_plan import MemoryPlan, program_parts
+from ..sharding import RULES
+from ..weights.fp8_weight import FP8_BLOCK, fp8_struct
+from ..weights.layout import partition_specs
+from ..weights.mxfp4 import mxfp4_struct
+from ..weights.params import Params, ParamSpec, param_specs, tree_bytes
+from ..weights.quantization import (
     METHODS,
     check_quantize,
     device_form,
     group_size_for_shards,
     quantized_struct,
 )
-from xinfer_jax.weights.resharding import with_repeated_kv_heads
+from ..weights.resharding import with_repeated_kv_heads
+from .card_specs import MOST_DEVICES
+from .model_work import attention_mixers
 
 # mxfp4: experts, fp8: matrices of layers, in blocks; the rest is bfloat16.
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4", "fp8")
-MOST_DEVICES = 128
 LOGITS_BYTES = 18  # of each row and token of the vocabulary, as an engine plans them
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class EngineLoad:
     """A model in an engine whose rows are all full."""
 
     config: ModelConfig
@@ -64,7 +64,7 @@ class Job:
         return self.rows * self.pages_per_row + 1
 
 
-def valid_mesh_sizes(job: Job) -> list[int]:
+def valid_mesh_sizes(job: EngineLoad) -> list[int]:
     """Numbers of devices that divide the model."""
     config = job.config
     sizes = {config.num_attention_heads, config.num_experts}
@@ -121,7 +121,7 @@ def num_weights(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
-def memory_plan(job: Job, n: int) -> MemoryPlan:
+def mesh_plan(job: EngineLoad, n: int) -> MemoryPlan:
     """Bytes on each of n devices. Temporaries and logits are at most these: as if no device had a part."""
     page, state = page_and_state_bytes(job, n)
     parts = dict(
@@ -132,24 +132,24 @@ def memory_plan(job: Job, n: int) -> MemoryPlan:
     return MemoryPlan(parts | program_parts(job.config, job.chunk, job.rows, LOGITS_BYTES))
 
 
-def page_and_state_bytes(job: Job, n: int) -> tuple[int, int]:
+def page_and_state_bytes(job: EngineLoad, n: int) -> tuple[int, int]:
     """Bytes of a page, and of a row's recurrent state with its snapshot, on each of n devices."""
     state = state_bytes(job.config)
     page = (cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) - state) // n
     return page, 2 * (state // n)
 
 
-def row_bytes(job: Job, n: int) -> int:
+def row_bytes(job: EngineLoad, n: int) -> int:
     """Bytes of the pages and the state of one row on each of n devices."""
     page, state = page_and_state_bytes(job, n)
     return page * job.pages_per_row + state
 
 
-def smallest_mesh(job: Job, memory: float) -> int | None:
+def smallest_mesh(job: EngineLoad, memory: float) -> int | None:
     """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
     on none.
     """
-    return next((n for n in valid_mesh_sizes(job) if memory_plan(job, n).total <= memory), None)
+    return next((n for n in valid_mesh_sizes(job) if mesh_plan(job, n).total <= memory), None)
 
 
 def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:

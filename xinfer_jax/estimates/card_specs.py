@@ -2,14 +2,18 @@
 
 Of TPUs the memory is that of Google's pages on v5e, v5p, v6e and TPU7x ("System architecture", per chip). A
 chip of TPU7x is two devices, each with half of its memory; the two cores of a v5p chip are one device.
+
+jax is imported when a description is made: commands check their flags before.
 """
 
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-from jax.experimental import topologies
+if TYPE_CHECKING:
+    import jax
+
+MOST_DEVICES = 128  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +32,10 @@ class Card:
     platform = "cuda"
     memory_fraction = 0.75  # that jax allocates by default
 
-    def mesh(self) -> jax.sharding.Mesh:
+    def mesh(self) -> "jax.sharding.Mesh":
         """A mesh of one such GPU to compile for."""
+        from jax.experimental import topologies
+
         major, minor = self.capability
         config = f"""
           gpu_device_info {{
@@ -87,12 +93,16 @@ class Tpu:
     memory_fraction = 0.97
     capability = (0, 0)
 
-    def mesh(self) -> jax.sharding.Mesh:
+    def mesh(self) -> "jax.sharding.Mesh":
         """A mesh of one such TPU to compile for.
 
         Raises:
             RuntimeError: libtpu is not installed.
         """
+        import jax
+        import numpy as np
+        from jax.experimental import topologies
+
         for name, value in _WITHOUT_TPU.items():
             os.environ.setdefault(name, value)
         topology = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)

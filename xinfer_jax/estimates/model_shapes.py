@@ -2,15 +2,16 @@
 
 They are in model_shapes.json. Sizes of Gemma 4 are those of the metadata of GGUF files (26B-A4B), and of
 Megatron Bridge's documentation and gemma.cpp's config (E4B). Experts of gpt-oss are in MXFP4:
---weights=mxfp4. The matrices of bitnet-2b are ternary: --quantize=ternary.
+`xinfer-jax plan --weights=mxfp4`. The matrices of bitnet-2b are ternary: `xinfer-jax bench
+--quantize=ternary`.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from xinfer_jax.errors import InputError
-from xinfer_jax.formats.files import read_json
+from ..errors import InputError
+from ..formats.files import read_json
 
 _FILE = Path(__file__).with_suffix(".json")
 SHAPES: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))

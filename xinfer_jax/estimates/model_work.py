@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-import xinfer_jax as xj
-from xinfer_jax.mixers.softmax_attention import SoftmaxAttention
-from xinfer_jax.weights.params import Params, param_specs, tree_bytes
+from ..config.model_config import ModelConfig
+from ..mixers.softmax_attention import SoftmaxAttention
+from ..weights.params import Params, param_specs, tree_bytes
 
 
 class Work(NamedTuple):
@@ -27,7 +27,7 @@ def bytes_per_pass(params: Params) -> int:
     return tree_bytes(params) - tree_bytes(rows_only)
 
 
-def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
+def prefill_work(config: ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
     """Work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for the last
     position) FLOP; reads the weights once.
     """
@@ -44,7 +44,7 @@ def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[in
 
 
 def decode_work(
-    config: xj.ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int
+    config: ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int
 ) -> Work:
     """Work of one decode step of all rows, as the mean of the steps after the first token. It reads the
     weights once, and each row's keys and values up to its length.
@@ -59,14 +59,14 @@ def decode_work(
     return Work(weight_bytes + cache_bytes, flop)
 
 
-def expert_fraction(config: xj.ModelConfig, tokens: int) -> float:
+def expert_fraction(config: ModelConfig, tokens: int) -> float:
     """The fraction of the experts that a pass over this many tokens reads. At 1 every expert computes every
     token.
     """
     return min(1, tokens * config.num_experts_per_tok / max(config.num_experts, 1))
 
 
-def _layer_weights(config: xj.ModelConfig, tokens: int) -> float:
+def _layer_weights(config: ModelConfig, tokens: int) -> float:
     """Number of weights that each token of a pass is multiplied by."""
     all_experts = expert_fraction(config, tokens) == 1
     share = {2: 1, 3: 1 if all_experts else config.num_experts_per_tok / max(config.num_experts, 1)}
@@ -74,17 +74,17 @@ def _layer_weights(config: xj.ModelConfig, tokens: int) -> float:
     return sum(math.prod(shape) * share[len(shape)] for shape in shapes if len(shape) > 1)
 
 
-def _head_flop(config: xj.ModelConfig) -> int:
+def _head_flop(config: ModelConfig) -> int:
     return 2 * config.vocab_size * config.hidden_size
 
 
-def attention_mixers(config: xj.ModelConfig) -> list[SoftmaxAttention]:
+def attention_mixers(config: ModelConfig) -> list[SoftmaxAttention]:
     """The softmax attention of each layer that has it."""
     mixers = (mixer for layer in range(config.num_hidden_layers) for mixer in config.mixers(layer))
     return [mixer for mixer in mixers if isinstance(mixer, SoftmaxAttention)]
 
 
-def _attention_flop(config: xj.ModelConfig, pairs: Sequence[float]) -> float:
+def _attention_flop(config: ModelConfig, pairs: Sequence[float]) -> float:
     """FLOP of the scores and weighted values of this many (query, key) pairs of each attention layer, all
     heads.
     """
