@@ -156,13 +156,32 @@ def tunix_rollout(out):
     assert after != before
 
 
+def tunix_sampler(out):
+    """Methods and arguments are those of tunix's protocol `Sampler`, and fields those of its responses."""
+    sampler = run_script.functions("examples/tunix_sampler").EngineSampler
+    for method, arguments in dict(
+        initialize=[], start=[], stop=[], pause=[], resume=[], get_mesh=[], sample=["sampling_requests"],
+        get_target_state=[], get_weight_sync_metadata=[], bind_weight_sync=["sync_request"],
+        pre_weight_sync=["sync_request"], weight_sync=["sync_request"], post_weight_sync=["sync_request"],
+        abort_weight_sync=["sync_request"], get_transfer_status=["req_id"], get_load_info=[],
+        migrate_kv_cache=["source_server_id", "target_server_id", "token_ids"],
+    ).items():  # fmt: skip
+        found = inspect.signature(getattr(sampler, method)).parameters
+        assert [name for name in found if name != "kwargs"] == ["self", *arguments], method
+        is_async = method not in ("initialize", "get_target_state")
+        assert inspect.iscoroutinefunction(getattr(sampler, method)) == is_async
+    assert "r0: ' Madrid.', stop\n" in out and "r2: prompt 0 must be a non-empty list" in out
+    assert numbers("apart by (.*)", out)[0] < 1e-5
+    assert "version 7, of each token: [7" in out and "running: 0\n" in out
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine, guidance,
         log_probabilities, logits_processors, look_inside, many_draws, own_family,
         reuse_a_prefix,
-        sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
+        sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout, tunix_sampler,
     )
 }  # fmt: skip
 

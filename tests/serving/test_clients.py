@@ -143,6 +143,44 @@ def test_tools_of_clients(tmp_path):
             assert answer.tool_calls[0]["args"] == dict(a=1, b=2)
 
 
+def test_responses_of_clients(tmp_path):
+    """OpenAI's client and the Responses API: a conversation with calls, whole and streamed, and a schema."""
+    openai = pytest.importorskip("openai")
+    from pydantic import BaseModel
+
+    class Digit(BaseModel):
+        digit: Literal[3]
+
+    calling = xj.load_model(tool_models.write_calling_checkpoint(tmp_path))
+    shape = dict(rows=2, capacity=1024, pages=40, chunk=64)
+    with serving.run_server(calling, engine=xj.EngineOptions(**shape)) as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+        tools = [dict(tool["function"], type="function") for tool in tool_models.TOOLS]
+        asked = dict(model="tiny", tools=tools, extra_body=dict(seed=1))
+        history = [dict(role="user", content="1 + 2, and the weather?")]
+        for _ in range(2):
+            whole = client.responses.create(input=history, instructions="Be brief.", **asked)
+            assert whole.status == "completed" and whole.output_text == "I look." and not whole.store
+            reasoning, _, *calls = whole.output
+            assert reasoning.content[0].text == "why"
+            found = [(call.name, json.loads(call.arguments)) for call in calls]
+            assert found == [("add", dict(a=1, b=2)), ("weather", dict(city="Oslo"))]
+            outputs = [dict(type="function_call_output", call_id=call.call_id, output="3") for call in calls]
+            history += [*whole.output, *outputs]
+        with client.responses.stream(input=history[:1], instructions="Be brief.", **asked) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [item.type for item in final.output] == [item.type for item in whole.output]
+        assert final.output_text == "I look." and final.usage.output_tokens == whole.usage.output_tokens
+        deltas = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
+        assert json.loads(deltas[0]) == dict(a=1, b=2)
+        with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+            client.responses.create(model="tiny", input="Hi", previous_response_id=whole.id)
+        pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+        parsed = client.responses.parse(model="tiny", input="Hi", text_format=Digit, max_output_tokens=200)
+        assert parsed.output_parsed == Digit(digit=3)
+
+
 def test_the_llm_command(address, tmp_path):
     pytest.importorskip("llm")
     known = f"- model_id: tiny\n  model_name: tiny\n  api_base: {address['base_url']}\n  api_key_name: tiny\n"

@@ -193,7 +193,7 @@ def test_models_tokenize_health_and_metrics_endpoints(server, model):
         assert f"vllm:{name}" in text
     for method, path, body, status in [
         ("GET", "/nowhere", None, 404), ("GET", "/v1/completions", None, 405),
-        ("POST", "/v1/responses", {}, 404),
+        ("POST", "/v1/responses", {}, 400), ("GET", "/v1/responses", None, 405),
         ("POST", "/tokenize", {}, 400), ("POST", "/detokenize", dict(tokens=["a"]), 400),
         ("POST", "/v1/completions", b"{", 400), ("POST", "/v1/completions", b"[]", 400),
         ("POST", "/v1/completions", b'{"prompt": NaN}', 400), ("POST", "/v1/completions", b"\xff", 400),
@@ -355,6 +355,7 @@ def test_command_shuts_down_after_sigterm():
         (["--role=prefill"], "belong together"),
         (["--role=prefill", "--peer=127.0.0.1:1", "--data_parallel=2"], "does not go with --role"),
         (["--peers=127.0.0.1:0", "--prefill_devices=0"], "does not go with --peers"),
+        (["--peers=127.0.0.1:0", "--routes"], "--routes does not go with --peers: leave it out"),
         (["--trusted_proxy=proxy.example"], "not an address of a proxy"),
         (["--trusted_proxy=10.0.0.1", "--trusted_proxy=10.0.0.1/8"], "host bits"),
         (["--trusted_proxy=0.0.0.0/0"], "every address"),

@@ -2,9 +2,10 @@
 
 In the order to read: `other_servers` has fields of other servers; `fields` lists the known fields and reads
 them by type; `sampling_fields` reads those of sampling, `grammar_fields` those of grammars, `tool_fields`
-those of tools and `prompts` those of prompts; `bodies` parses a whole body; `responses` builds the response;
-`score_body` parses and answers the bodies that score given texts. `embedding_body` and `rerank_body` parse
-those of /v1/embeddings, /rerank and /score.
+those of tools, `routed_experts` those of experts and `prompts` those of prompts; `bodies` parses a whole
+body; `responses` builds the response; `score_body` parses and answers the bodies that score given texts.
+`responses_request` makes a body of /v1/responses one of a chat, and `responses_output` makes the items of its
+output. `embedding_body` and `rerank_body` parse those of /v1/embeddings, /rerank and /score.
 
 - The sampling fields, vLLM's and llama.cpp's additional ones included, mean what they mean in
   `SamplingConfig`; but `dry_sequence_breakers` are strings, by default llama.cpp's, each for all tokens whose

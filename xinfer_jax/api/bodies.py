@@ -23,6 +23,7 @@ from ..tool_calls.reasoning import THINK_END, THINK_START
 from .fields import BodyError, Fields, check_fields, errors_of
 from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder, continued_text
+from .routed_experts import encoded_bytes_per_token, parse_routed_experts
 from .sampling_fields import parse_sampling
 from .tool_fields import ToolSettings, parse_tools
 
@@ -52,6 +53,9 @@ class ParsedBody:
     # calls are marked in forms that are known.
     template: tuple[ResponseTemplate, str] | None = None
     call_prefix: str = "call"  # ids of calls begin with it; no other request has the same
+    # The first token whose experts the response has; None: it has none.
+    routed_experts_start: int | None = None
+    routed_experts_bytes: int = 0  # of each token in the response
 
     def keys(self, key: jax.Array) -> list[jax.Array]:
         """The random key of each prompt, from that of the request."""
@@ -146,12 +150,14 @@ def parse_request_body(
         header = harmony_header(model.tokenizer, prompts[0])
         if not fields.boolean("stop_in_reasoning", stop_in_reasoning):
             content_after = header or (THINK_START if in_reasoning else "")
+    routed_experts_start = parse_routed_experts(fields, config, min(map(len, prompts)))
     request_options = RequestOptions(
         priority=-(fields.integer("priority", -(2**30), 2**30) or 0),
         salt=fields.string("cache_salt") or "",
         prompt_logprobs=max(1, logprobs) if echo and logprobs is not None else None,
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         content_after=content_after,
+        return_routed_experts=routed_experts_start is not None,
     )
     options = dataclasses.replace(
         defaults,
@@ -190,6 +196,8 @@ def parse_request_body(
         tools,
         fields.boolean("include_reasoning", True),
         template,
+        routed_experts_start=routed_experts_start,
+        routed_experts_bytes=0 if routed_experts_start is None else encoded_bytes_per_token(config),
     )
 
 

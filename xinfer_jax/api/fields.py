@@ -15,13 +15,14 @@ _SERVED = {setting.field for setting in SETTINGS.values() if setting.in_bodies} 
     "add_special_tokens", "return_token_ids", "cache_salt", "priority", "include_stop_str_in_output",
     "skip_special_tokens", "truncate_prompt_tokens", "truncation_side", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "return_routed_experts", "routed_experts_prompt_start",
 }  # fmt: skip
 # These change no answer: the client's identity, storage, transport, and settings of media.
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "session_id",
     "request_id", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "stream_interval",
     "mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "return_token_offsets",
-    "routed_experts_prompt_start", "guided_decoding_backend", "verbosity",
+    "guided_decoding_backend", "verbosity",
 }  # fmt: skip
 _TEMPLATE = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 _REASONING = {"reasoning_effort", "include_reasoning"}  # without effect on a completion

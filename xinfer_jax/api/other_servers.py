@@ -84,9 +84,10 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "give cache_salt": dict(extra_key=("",)),
     "give return_token_ids": dict(return_tokens=(False,), return_prompt_token_ids=(False,)),
     "leave it out": dict(
-        return_hidden_states=(False,), return_routed_experts=(False,), watermark=(False,),
+        return_hidden_states=(False,), watermark=(False,),
         response_fields=([],), return_meta_info=(False,), return_cached_tokens_details=(False,),
     ),
+    "give routed_experts_prompt_start": dict(routed_experts_start_len=(0,)),
     "put the fields in it into the body itself": dict(
         extra_body=({},), options=({},), parameters=({},), sampling_params=({},), generation_config=({},),
     ),
@@ -99,7 +100,7 @@ _WITHOUT_EFFECT = {
     "n_discard", "n_cache_reuse", "cache_prompt", "id_slot", "timings_per_token", "return_progress",
     "sse_ping_interval", "verbose", "backend_sampling", "rid", "custom_labels", "routed_dp_rank",
     "data_parallel_rank", "disagg_prefill_dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room",
-    "routed_experts_start_len", "ngram_corpus_id", "images_config", "max_dynamic_patch", "min_dynamic_patch",
+    "ngram_corpus_id", "images_config", "max_dynamic_patch", "min_dynamic_patch",
     "use_audio_in_video", "decoder_input_details", "details", "ttl", "draft_model", "keep_alive",
 }  # fmt: skip
 # They limit the tokens that penalties count, and do nothing if these have the values at which they are off.

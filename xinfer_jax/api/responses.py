@@ -15,6 +15,7 @@ from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.answer_parser import AnswerParser
 from ..tool_calls.tool_messages import parameter_schemas
 from .bodies import ParsedBody
+from .routed_experts import encode_routed_experts
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
@@ -119,6 +120,10 @@ def response_choices(
                 choice["text"] = text if text is None and not before else before + (text or "")
             if parsed.return_token_ids or not tokenizer:
                 choice["token_ids"] = tokens
+            if parsed.routed_experts_start is not None and out.routed_experts is not None:
+                choice["routed_experts"] = encode_routed_experts(
+                    out.routed_experts[j], parsed.routed_experts_start
+                )
             yield choice, [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
             index += 1
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..api.bodies import parse_request_body
 from ..api.fields import BodyError, with_field_names
 from ..api.responses import response_body
+from ..api.routed_experts import check_recorded
 from ..api.score_body import format_scores, parse_score_body
 from ..checkpoint.loading import Model
 from ..checks import check_integer
@@ -144,6 +145,7 @@ class LineRequest:
         adapter = self._adapter_or_model()
         if parsed.unknown_fields:
             raise InputError(f"{parsed.unknown_fields[0]} is not a field of a {line.kind} line: leave it out")
+        check_recorded(parsed.routed_experts_start, engine.routed_experts)
         key = line_key(d.seed, line.identity) if parsed.seed is None else key_from_seed(parsed.seed)
         asked = dataclasses.replace(parsed.request_options, live=False, adapter=adapter)
         self.requests = engine.submit_many(parsed.prompts, parsed.options, asked, keys=parsed.keys(key))

@@ -54,6 +54,7 @@ class Progress(NamedTuple):
     routed_experts: Any = ()  # `Answer.recorded_routes`
     error: BaseException | None = None  # why its request failed
     stop_string: str | None = None  # `Answer.stop_string`
+    support: Sequence[Any] = ()  # as `sampled`: the sampling masks
 
 
 class Answer:
@@ -82,6 +83,7 @@ class Answer:
         self.logprobs: list[float] = []
         self.processed_logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
+        self.support_rows: list[np.ndarray] = []  # of each of `logprobs`: uint32 [ceil(V/32)]
         self.switches: list[Switch] = []
         self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
         self.ended_by: str | None = None
@@ -128,6 +130,17 @@ class Answer:
         routed_experts[: len(recorded)] = recorded.reshape(-1, *routed_experts.shape[1:])
         return routed_experts
 
+    @property
+    def support(self) -> np.ndarray | None:
+        """uint32 [entries of `logprobs`, ceil(V/32)], if its request asks for it: the sampling mask of each
+        token, as `score` takes it. If the processors and filters left id v, bit v % 32 of word v // 32 is
+        set.
+        """
+        if not self.request.request_options.return_support:
+            return None
+        words = -(-self.request.call.config.vocab_size // 32)
+        return np.array(self.support_rows, np.uint32).reshape(-1, words)
+
     def record_version(
         self, version: int, recomputes: bool = False, adapter_version: int | None = None
     ) -> None:
@@ -157,6 +170,7 @@ class Answer:
         finished: bool,
         processed_logprobs: Sequence[float] = (),
         alternatives: Sequence[TokenLogprobs] = (),
+        support: Sequence[np.ndarray] = (),
     ) -> bool:
         """Appends sampled tokens with what is recorded of each; finished: the last is an EOS or stop id.
         Returns whether the answer has ended. Raises InputError for numbers that are not finite, or a token
@@ -175,6 +189,7 @@ class Answer:
                     break
         self.processed_logprobs += processed_logprobs[:count]
         self.alternatives += alternatives[:count]
+        self.support_rows += support[:count]
         self.logprobs += logprobs[:count]
         ends_with_id = finished and self.stop_string is None
         self.text_ids += ids[: count - ends_with_id]
@@ -225,7 +240,7 @@ class Answer:
             start, self.tokens[start:], self.logprobs[start:], self.processed_logprobs[start:],
             self.alternatives[start:], len(self.text_ids), self.ended_by, self.row.hits, self.passes,
             self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
-            self.recorded_routes, request.error, self.stop_string,
+            self.recorded_routes, request.error, self.stop_string, self.support_rows[start:],
         )  # fmt: skip
 
     def apply(self, new: Progress) -> None:
@@ -244,6 +259,7 @@ class Answer:
         known = max(0, len(self.logprobs) - new.start)
         self.alternatives += new.alternatives[known:]
         self.processed_logprobs += new.processed_logprobs[known:]
+        self.support_rows += new.support[known:]
         self.logprobs += new.logprobs[known:]
         self.tokens += new.sampled[known:]
         self.stop_string = new.stop_string
@@ -252,7 +268,8 @@ class Answer:
 
     def continue_from(self, first: "Answer") -> None:
         """Goes on after the first token of an answer that another engine prefilled."""
-        self.append(first.tokens, first.logprobs, False, first.processed_logprobs, first.alternatives)
+        of_first = first.processed_logprobs, first.alternatives, first.support_rows
+        self.append(first.tokens, first.logprobs, False, *of_first)
         self.switches = list(first.switches)
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 

@@ -32,6 +32,7 @@ class SampleOutput(ShortRepr):
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
         routed_experts: as in `Answer`, where `return_routed_experts` asks for them.
+        support: as in `Answer`, where `return_support` asks for it.
         answer: what it was made of, for `Engine.replay`; None once it was copied or pickled.
     """
 
@@ -45,6 +46,7 @@ class SampleOutput(ShortRepr):
     seed: int
     alternatives: list[TokenLogprobs] | None = None
     routed_experts: np.ndarray | None = None
+    support: np.ndarray | None = None
     answer: Answer | None = dataclasses.field(default=None, repr=False, compare=False)
     routes = OldAttribute("routed_experts")
     processed_T = OldAttribute("processed_logprobs_T")
@@ -128,5 +130,6 @@ class AsyncSampling:
             seed,
             list(answer.alternatives) if options.logprobs else None,
             answer.routed_experts,
+            answer.support,
             answer,
         )

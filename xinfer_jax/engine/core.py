@@ -183,6 +183,7 @@ class EngineCore:
             "sampled": not call.greedy,
             "processed": answer.request.recorded > 0,
             "logprobs": call.options.logprobs > 0,
+            "support": answer.request.request_options.return_support,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
             "routed_experts": answer.request.request_options.return_routed_experts,
@@ -370,6 +371,9 @@ class EngineCore:
         processed_logprobs = (
             out.alternatives.processed_logprobs_BT[slot, :count].tolist() if request.recorded else ()
         )
+        has_support = request.request_options.return_support
+        # Copies, so that the array of all rows is freed.
+        support = [*out.alternatives.support_BTW[slot, :count].copy()] if has_support else ()
         alternatives: Sequence[TokenLogprobs] = ()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
@@ -379,7 +383,8 @@ class EngineCore:
         ids = out.tokens_BT[slot, :count].tolist()
         logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
-            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]), processed_logprobs, alternatives)
+            finished = bool(out.finished_B[slot])
+            ended = answer.append(ids, logprobs, finished, processed_logprobs, alternatives, support)
         except InputError as error:
             self._fail(request, error)
             return True

@@ -44,7 +44,7 @@ class RowSteps(NamedTuple):
 
     strategy: Any  # `Plain`, or `Speculative` by prompt lookup
     capacity: int
-    recorded: int  # of each token: 0: no alternatives, 1: `processed_logprobs_BT` alone, 2: all
+    recorded: int  # of each token, as `Request.recorded`
 
 
 class RowsCall(NamedTuple):
@@ -170,7 +170,8 @@ def _begin_call(rows, running_B, wanted_B, recorded):
     leaves = {i: new for i, (old, new) in pairs if new is not old}
     alternatives = None
     if recorded:
-        empty = empty_alternatives(B, MAX_DECODE_TOKENS, min(MAX_LOGPROBS, V), V, False)
+        count = min(MAX_LOGPROBS, V)
+        empty = empty_alternatives(B, MAX_DECODE_TOKENS, count, V, support=recorded > 2)
         alternatives = empty.sampled_only
         if recorded > 1:
             alternatives = dataclasses.replace(empty, wanted_B=wanted_B)

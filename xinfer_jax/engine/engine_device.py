@@ -209,7 +209,7 @@ class Device:
         outputs, self._first_outputs = self._first_outputs, None
         steps, call = self._rows_call(executor, [*new], recorded)
         self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
-        return out if recorded else out._replace(alternatives=None)
+        return _wanted(out, recorded)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
@@ -234,14 +234,15 @@ class Device:
         args = model.params, model.extras, call
         self.rows, caches, out = executor.run_steps(programs.decode_rows, row_steps, arrays, args)
         self.pools, self.states = caches
-        return out if recorded else out._replace(alternatives=None)
+        return _wanted(out, recorded)
 
     def _rows_call(
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
     ) -> tuple[RowSteps, RowsCall]:
         """How the rows in these slots sample. A program of the whole model decides itself what to record."""
         every_B = np.arange(self._shape.rows)
-        most = max(recorded.values(), default=0) if executor.host_steps else 2
+        most = 3 if self._shape.support else 2
+        most = max(recorded.values(), default=0) if executor.host_steps else most
         steps = RowSteps(self._strategy, self._shape.capacity, most)
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
@@ -365,6 +366,8 @@ class Device:
         if host_steps:
             stages["processed"] = partial(self._run_recorded, 1)
             stages["logprobs"] = partial(self._run_recorded, 2)
+        if host_steps and self._shape.support:
+            stages["support"] = partial(self._run_recorded, 3)
         return stages
 
     def _run_recorded(self, level: int) -> None:
@@ -524,6 +527,18 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
+
+
+def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:
+    """The output without what no row asked for, which is not copied to the host."""
+    most = max(recorded.values(), default=0)
+    if most == 0:
+        return out._replace(alternatives=None)
+    return (
+        out
+        if most > 2
+        else out._replace(alternatives=dataclasses.replace(out.alternatives, support_BTW=None))
+    )
 
 
 class _Shards:

@@ -64,7 +64,9 @@ class EngineOptions:
         max_rank: of each adapter. All take the place of one of this rank on every matrix of the layers.
             Default: the largest of the given ones, or 16.
         routed_experts: pages also record which experts of a mixture their tokens use, for
-            `return_routed_experts` of `submit`.
+            `return_routed_experts` of `submit` and for `return_routed_experts` of a request's body.
+        support: each step can also record which ids its tokens could be sampled from, for `return_support` of
+            `submit`: ceil(V/32) words of a token.
         processors: logits processors of yours (`LogitsProcessor`) by name, each with the arguments of a
             request that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a
             request names them; they are applied in this order. Other requests keep their bits.
@@ -92,7 +94,8 @@ class EngineOptions:
     adapters: Mapping[str, Any] | None = _option(None, flag=False, recorded=False)
     max_adapters: int | None = _option(None, recorded=False, least=0)
     max_rank: int | None = _option(None, recorded=False, least=1)
-    routed_experts: bool = _option(False, flag=False)
+    routed_experts: bool = _option(False)
+    support: bool = _option(False, flag=False)
     processors: Mapping[str, tuple[Any, Any]] | None = _option(None, flag=False)
     taps: Mapping[str, Mapping[int, Any]] | None = _option(None, flag=False)
 

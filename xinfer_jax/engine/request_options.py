@@ -45,6 +45,8 @@ class RequestOptions:
         adapter: the name of a LoRA adapter that the engine holds (`add_adapter`); None: the model alone.
         return_routed_experts: also give the experts that each token of the prompt and the answer used:
             `Answer.routed_experts`, of an engine with `routed_experts=True`.
+        return_support: also give the sampling mask of each token of the answer: `Answer.support`, of an
+            engine with `support=True`.
     """
 
     priority: int = 0
@@ -62,10 +64,11 @@ class RequestOptions:
     processed_logprobs: bool = False
     adapter: str | None = None
     return_routed_experts: bool = False
+    return_support: bool = False
 
-    def checked(self, has_routes: bool) -> "RequestOptions":
-        """Returns them with the types above and the time of arrival; has_routes: the engine records them.
-        Raises InputError.
+    def checked(self, engine: Any) -> "RequestOptions":
+        """Returns them with the types above and the time of arrival. engine: that gets the request; its
+        attributes say what it records. Raises InputError.
         """
         values: dict[str, Any] = dict(priority=check_integer("priority", self.priority, -(2**31), 2**31))
         deadline = self.deadline
@@ -74,10 +77,10 @@ class RequestOptions:
         for name in ("salt", "client"):
             if not isinstance(text := getattr(self, name), str):
                 raise InputError(f"{name} must be a string, got {format_value(text)}")
-        if self.return_routed_experts and not has_routes:
-            raise InputError(
-                "return_routed_experts needs an engine that records them: make it with routed_experts=True"
-            )
+        for name in ("routed_experts", "support"):
+            if getattr(self, f"return_{name}") and not getattr(engine, name):
+                said = "needs an engine that records them: make it with"
+                raise InputError(f"return_{name} {said} {name}=True")
         for name, most in (("prompt_logprobs", MAX_LOGPROBS), ("prompt_logprobs_from", None)):
             if self.prompt_logprobs is not None:
                 values[name] = check_integer(name, getattr(self, name), 0, most)

@@ -107,7 +107,8 @@ class Request:
         self.engine.wait(lambda: self.ended, timeout)
         self.raise_error()
         options = self.call.options
-        answers = self.answers
+        asked = self.request_options
+        answers: Any = self.answers
         out = GenerateOutput(
             tokens=[list(answer.tokens) for answer in answers],
             logprobs=[list(answer.logprobs) for answer in answers],
@@ -119,8 +120,9 @@ class Request:
             adapter=self.adapter.name if self.adapter else None,
             adapter_versions=[answer.adapter_versions for answer in answers] if self.adapter else None,
             routed_experts=[answer.routed_experts for answer in answers]
-            if self.request_options.return_routed_experts
+            if asked.return_routed_experts
             else None,
+            support=[answer.support for answer in answers] if asked.return_support else None,
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
@@ -135,9 +137,12 @@ class Request:
     @property
     def recorded(self) -> int:
         """What is recorded of each token beside its log-probability: 0: nothing, 1:
-        `Answer.processed_logprobs`, 2: alternatives too.
+        `Answer.processed_logprobs`, 2: alternatives too, 3: sampling masks too.
         """
-        return 2 if self.call.options.logprobs else int(self.request_options.processed_logprobs)
+        asked = self.request_options
+        if asked.return_support:
+            return 3
+        return 2 if self.call.options.logprobs else int(asked.processed_logprobs)
 
     @property
     def answered(self) -> bool:

@@ -82,6 +82,7 @@ class EngineShape(EngineOptions):
         """The bytes of an engine of this shape."""
         vectors = len(self.vectors) if self.vectors else 0
         row = 2 * MAX_ENTRIES + 4 * self.capacity + MAX_DECODE_TOKENS * (12 + 16 * MAX_LOGPROBS)
+        row += 4 * MAX_DECODE_TOKENS * -(-config.vocab_size // 32) * self.support
         parts = dict(
             weights=tree_bytes(params),
             pages=self.pages * self.page_bytes,

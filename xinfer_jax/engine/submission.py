@@ -40,7 +40,7 @@ _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
     draft="give draft='lookup' to Engine", use_cache="an engine has pages",
     prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
-    logits="use generate, or logprobs",
+    logits="use generate, or logprobs", support="give return_support to submit",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def requests_of(
     [1], into which no number is folded any more; or None, for greedy answers. Raises InputError.
     """
     model = engine.model
-    request_options = request_options.checked(engine.routed_experts)
+    request_options = request_options.checked(engine)
     name = request_options.adapter
     adapter = None if name is None else engine.adapters.find(name)
     given = options_or_default(options)

@@ -1,6 +1,7 @@
 """The arrays of a call, made of lists of token ids, in sizes rounded up so that few programs are compiled."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     options = call.options
     config = call.config
     new = options.max_tokens
-    per_token = 12 + 16 * options.logprobs + 4 * config.vocab_size * options.logits
+    per_id = 4 * options.logits + options.support / 8
+    per_token = 12 + 16 * options.logprobs + math.ceil(config.vocab_size * per_id)
     _, fraction = _mesh_of(call.params)
     parts = dict(weights=tree_bytes(call.params), cache=0)
     models = [(call.params, config)] if options.use_cache else []
@@ -90,6 +92,7 @@ class StateSizes(NamedTuple):
     end_ids: int = _EOS_MULTIPLE  # that end a row, at most
     alternatives: int | None = None  # recorded of each token; None: nothing is recorded
     logits: bool = False  # they are recorded too
+    support: bool = False  # sampling masks are recorded too
 
 
 def _sizes(call: ValidatedCall) -> StateSizes:
@@ -97,9 +100,10 @@ def _sizes(call: ValidatedCall) -> StateSizes:
     ordered = has_all_settings(call.sampling_B) or options.draft is not None or call.callers is not None
     history = call.history_size if ordered else None
     end_ids = -(-max(1, len(call.end_ids)) // _EOS_MULTIPLE) * _EOS_MULTIPLE
-    alternatives = options.logprobs if options.logprobs or options.logits else None
+    is_recorded = options.logprobs or options.logits or options.support
     output = bucket(options.max_tokens)
-    return StateSizes(history, output, call.num_masks, end_ids, alternatives, options.logits)
+    recorded = options.logprobs if is_recorded else None, options.logits, options.support
+    return StateSizes(history, output, call.num_masks, end_ids, *recorded)
 
 
 def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
@@ -125,7 +129,8 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        recorded = empty_alternatives(R, sizes.output, sizes.alternatives, V, sizes.logits)
+        arrays = R, sizes.output, sizes.alternatives, V, sizes.logits, sizes.support
+        recorded = empty_alternatives(*arrays)
         state = dataclasses.replace(state, alternatives=recorded)
     if call.callers is None:
         return state

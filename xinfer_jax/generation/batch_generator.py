@@ -288,14 +288,11 @@ class BatchGenerator:
             stop_reason=[ids[-1] if finished and ids[-1] in stop_ids else None for ids, finished in ends],
             stats=stats,
         )
-        alternatives = self._state.alternatives
-        if options.logprobs and alternatives:
-            from ..sampling.logprobs import token_logprob_rows  # optional: alternatives
+        if (recorded := self._state.alternatives) is not None:
+            from ..sampling.logprobs import output_fields  # optional: alternatives
 
-            out.alternatives = token_logprob_rows(alternatives, tokens_RT, logprobs_RT, length_R)
-        if options.logits and alternatives:
-            of_rows = zip(map(np.asarray, alternatives.logits_BTV), length_R, strict=False)
-            out.logits = [logits_TV[:n] for logits_TV, n in of_rows]  # cut on the host: nothing to compile
+            found: Any = output_fields(recorded, tokens_RT, logprobs_RT, length_R)
+            out = dataclasses.replace(out, **found)
         if options.keep_prefix:
             from ..cache.prefix import make_prefix  # optional: prefixes
 

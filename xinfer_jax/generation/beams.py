@@ -21,8 +21,8 @@ from ..errors import InputError, format_token_counts, format_value
 from ..model.decoder import ModelOutput
 from ..old_names import renamed_arguments
 from ..ops.operation import without_mesh_context
-from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
+from ..sampling.used_settings import used_settings
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row

@@ -21,11 +21,10 @@ from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..old_names import OldAttribute, renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
-from ..sampling.batched_settings import has_all_settings, settings_per_row, used_settings
+from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
-from ..sampling.settings import SETTINGS
 from ..weights.params import AnyArray, Params
 from .executor import bucket, prefill_chunk_size
 from .loop import PREFILL, decode, jit_variants
@@ -54,7 +53,8 @@ class Decoded(DecodeState):
         logprobs_BT: float32: their log-probabilities before any logits processor.
         alternatives: `logprobs=k`: `processed_logprobs_BT`, the log-probabilities after all processors; and
             of the k most likely tokens `id_BTA` and `logprobs_BTA` before them, `processed_id_BTA` and
-            `processed_logprobs_BTA` after them. None: not asked for.
+            `processed_logprobs_BTA` after them. With `return_support` also `support_BTW`, uint32
+            [B, T, ceil(V/32)]: if id v was left, bit v % 32 of word v // 32 is set. None: not asked for.
         output_start_B: None.
         cache: with all tokens but the last one of each row.
         at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
@@ -181,6 +181,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routed_experts: bool = False,
+    return_support: bool = False,
     taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
@@ -215,6 +216,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
         return_routed_experts: the results have `routed_experts`, the experts of the tokens of a model with
             mixtures.
+        return_support: `alternatives.support_BTW` has the sampling mask of each token, as `score` takes it:
+            which ids the processors and filters left. `logprobs` is then at least 0.
         taps, donate, impl: as in `prefill`; a tap gets the hidden states of one token of each row.
 
     Returns:
@@ -243,16 +246,15 @@ def decode_loop(  # noqa: PLR0913  a public function
         history_BS = history_BS.astype(np.int32)
     size, limit = _size(max_tokens, output_size, B)
     _check_capacity(impl, cache, limit - 1)
-    logprobs = None if logprobs is None else check_integer("logprobs", logprobs, 0, V)
+    recorded: Any = None
+    if return_support or logprobs is not None:
+        recorded = check_integer("logprobs", 0 if logprobs is None else logprobs, 0, V), bool(return_support)
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
-        if used_settings(sampling_B, lambda setting: setting.history):
-            names = " and ".join(setting.name for setting in SETTINGS.values() if setting.history)
-            raise InputError(f"{names} need history_BS, tokens of each row")
-        words_BWL = sampling_B.bad_words_ids
-        if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
-            raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
+        from ..sampling.used_settings import check_history  # optional: other settings
+
+        check_history(sampling_B)
     automata = None
     if grammar is not None:
         from ..grammar.automaton import automata_of_call  # optional: grammars
@@ -275,11 +277,11 @@ def decode_loop(  # noqa: PLR0913  a public function
     rows = _LoopArrays(key_B, sampling_B, eos_E, limit, *tokens, automata, callers, Extras(taps=taps))
     run_config = RunConfig(impl, return_routed_experts=return_routed_experts)
     state, cache, at_capacity_B, routed_experts = loop(
-        params, Plain(config, stop), logits_BV, cache, rows, bucket(size), logprobs, run_config
+        params, Plain(config, stop), logits_BV, cache, rows, bucket(size), recorded, run_config
     )
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
-    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded | dict(routed_experts=routed_experts))
+    of_tokens = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
+    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], of_tokens | dict(routed_experts=routed_experts))
     return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
 
 
@@ -345,7 +347,7 @@ def _decode_step(params, config, token_B, cache, run_config):
 
 
 @over_any_mesh
-def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logprobs, run_config):
+def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, recorded, run_config):
     B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(rows.eos_E, (B, len(rows.eos_E)))
     # The last token is not appended.
@@ -355,11 +357,12 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logpr
     if rows.callers is not None:
         context = dataclasses.replace(context, callers=rows.callers.start(context, rows.key_B))
     state = new_state(rows.key_B, rows.sampling_B, limit_B, context, size)
-    if logprobs is not None:
+    if recorded is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        recorded = empty_alternatives(B, size, logprobs, V, logits=False)
-        state = dataclasses.replace(state, alternatives=recorded)
+        count, has_support = recorded
+        alternatives = empty_alternatives(B, size, count, V, support=has_support)
+        state = dataclasses.replace(state, alternatives=alternatives)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))
     routed_experts = []
     if run_config.return_routed_experts:
@@ -376,4 +379,4 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logpr
 
 
 _STEP = jit_variants(_decode_step, "config", "run_config")
-_LOOP = jit_variants(_decode_loop, "plain", "size", "logprobs", "run_config")
+_LOOP = jit_variants(_decode_loop, "plain", "size", "recorded", "run_config")

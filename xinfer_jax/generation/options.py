@@ -55,6 +55,8 @@ class GenerateOptions:
             None: prefill everything.
         keep_prefix: return the cache as out.prefix, for the next call.
         logits: also return the logits of every step, before any logits processor: float32 [steps, V] per row.
+        support: also return the sampling mask of every step, as `score` takes it: uint32 [steps, ceil(V/32)]
+            per row.
         grammar: what an answer has to be: from `json_schema`, `json_object`, `regex`, `lark` or `choice`; one
             for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
             answer that reaches max_tokens before is cut. None: anything.
@@ -82,6 +84,7 @@ class GenerateOptions:
     prefix: "Prefix | None" = None
     keep_prefix: bool = False
     logits: bool = False
+    support: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
     processors: "Sequence[tuple[LogitsProcessor, Any]] | Mapping[str, Any] | None" = None
     taps: "Taps | Mapping[str, float] | None" = None
@@ -107,6 +110,8 @@ class GenerateOutput:
         adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
             `token_versions` the version of the adapter; else None.
         routed_experts: of an engine that is asked for them: `Answer.routed_experts`; else None.
+        support: with options.support, or of an engine that is asked for it: uint32 [entries of `logprobs`,
+            ceil(V/32)]. If entry t could be id v, bit v % 32 of word v // 32 is set. Else None.
     """
 
     tokens: list[list[int]]
@@ -121,6 +126,7 @@ class GenerateOutput:
     adapter: str | None = None
     adapter_versions: list[list[int]] | None = None
     routed_experts: list[Any] | None = None
+    support: list[np.ndarray] | None = None
     routes = OldAttribute("routed_experts")
 
     def __repr__(self) -> str:

@@ -25,6 +25,8 @@ class PackedRollout(NamedTuple):
         mask_BT: bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`.
         logprobs_BT: float32 [B, T-1]: of sampled tokens, as they were sampled; else 0.
         routed_experts: int32 [B, T, L, U], as `score` takes them, where the answer has them.
+        support: uint32 [B, T, ceil(V/32)], as `score` takes them, where the answer has them: sampling masks
+            of the sampled tokens, and 0 of others.
     """
 
     tokens_BT: jax.Array
@@ -32,6 +34,7 @@ class PackedRollout(NamedTuple):
     mask_BT: jax.Array
     logprobs_BT: jax.Array
     routed_experts: jax.Array | None = None
+    support: jax.Array | None = None
 
 
 add_old_names(PackedRollout, routes="routed_experts")
@@ -89,7 +92,10 @@ def pack_rollout(
     routed_experts = (
         None if out.routed_experts is None else pack(prompt_routed_experts, out.routed_experts, -1)
     )
-    return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routed_experts)
+    support = None if out.alternatives is None else out.alternatives.support_BTW
+    support = None if support is None else pack(None, support)
+    num_tokens_B = prompt_B + out.length_B
+    return PackedRollout(tokens_BT, num_tokens_B, is_answer_BT[:, 1:], logprobs_BT, routed_experts, support)
 
 
 @in_default_modes

@@ -25,6 +25,7 @@ from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..old_names import OldAttribute, renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh
+from ..sampling.support import check_support, keep_support
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
@@ -66,6 +67,7 @@ class _ScoreArrays(NamedTuple):
     temperature_B11: Any  # None: 1
     reference: Params | None
     teacher_topk: tuple[AnyArray, AnyArray] | None
+    support_BTW: AnyArray | None  # of the targets
 
 
 @overload
@@ -75,7 +77,7 @@ def score(
     positions_BT: AnyArray | None = None, routed_experts: AnyArray | None = None,
     return_routed_experts: Literal[False] = False, temperature: float | AnyArray = 1.0,
     entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
-    chunk: int | None = None, taps: "Taps | None" = None, remat: Any = None,
+    support: AnyArray | None = None, chunk: int | None = None, taps: "Taps | None" = None, remat: Any = None,
     impl: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -97,6 +99,7 @@ def score(  # noqa: PLR0913  a public function
     entropy: bool = False,
     reference: Params | None = None,
     teacher_topk: tuple[AnyArray, AnyArray] | None = None,
+    support: AnyArray | None = None,
     chunk: int | None = None,
     taps: "Taps | None" = None,
     remat: Any = None,
@@ -127,6 +130,11 @@ def score(  # noqa: PLR0913  a public function
             It reads the tokens, not inputs_BTD.
         teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
             of -inf count nothing.
+        support: sampling masks, uint32 [B, T, ceil(V/32)], as `decode_loop(return_support=True)` and engines
+            return them: entry t is of token t, and bit v % 32 of its word v // 32 is set if it could be id v.
+            Its distribution is then over these ids alone, so that temperature and masks of a rollout give the
+            log-probabilities of its sampler. A token that its mask lacks has -inf. A mask without any id, as
+            of a prompt's token, restricts nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
             those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
         taps: as in `run_model`, which is for those that read; the reference model has none.
@@ -138,8 +146,8 @@ def score(  # noqa: PLR0913  a public function
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary, a number of tokens outside the row,
-            an unknown expert or a temperature of 0, if they are not traced; taps that read; an impl that this
-            machine lacks, or that cannot serve the call.
+            an unknown expert or a temperature of 0, if they are not traced; taps that read; support with a
+            reference or a teacher; an impl that this machine lacks, or that cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)
@@ -170,18 +178,33 @@ def score(  # noqa: PLR0913  a public function
         check_array("teacher_topk: ids", ids_BTk, np.integer, B, T - 1, "k")
         check_array("teacher_topk: log-probabilities", logprobs_BTk, np.floating, *ids_BTk.shape)
         check_range("teacher_topk: token id", ids_BTk, 0, config.vocab_size - 1)
+    support_BTW = _support_of_targets(support, config, tokens_BT, reference, teacher_topk)
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     is_one = isinstance(temperature, int | float) and temperature == 1
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
     run_config = RunConfig(impl, remat, return_routed_experts=return_routed_experts)
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
-    arrays = _ScoreArrays(temperature_B11, reference, teacher_topk)
+    arrays = _ScoreArrays(temperature_B11, reference, teacher_topk, support_BTW)
     extras = Extras(routed_experts=routed_experts, taps=taps)
     scores, used = _score(params, config, inputs, arrays, extras, entropy, chunk, run_config)
     if return_routed_experts:
         scores = dataclasses.replace(scores, routed_experts=used)
     is_more = entropy or return_routed_experts or reference is not None or teacher_topk is not None
     return scores if is_more else scores.logprobs_BT
+
+
+def _support_of_targets(
+    support: Any, config: ModelConfig, tokens_BT: Any, reference: Any, teacher_topk: Any
+) -> Any:
+    """The masks of all tokens but the first; None: none are given. Raises InputError."""
+    if support is None:
+        return None
+    rows, tokens = tokens_BT.shape
+    check_support(support, rows, tokens, config.vocab_size)
+    for name, other in (("reference", reference), ("teacher_topk", teacher_topk)):
+        if other is not None:
+            raise InputError(f"support does not go with {name}, which has no mask: call score for each")
+    return support[:, 1:]
 
 
 @in_default_modes
@@ -268,7 +291,7 @@ def score_completions(
 @partial(jax.jit, static_argnames=("config", "entropy", "chunk", "run_config"))
 @over_any_mesh
 def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy, chunk, run_config):
-    temperature_B11, reference, teacher_topk = arrays
+    temperature_B11, reference, teacher_topk, support_BTW = arrays
     tokens_BT = jnp.asarray(inputs.tokens_BT, jnp.int32)
     inputs = inputs._replace(tokens_BT=tokens_BT)
     out = apply_model(params, config, inputs, None, extras, run_config)
@@ -286,8 +309,10 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
         logits_BCV = head_logits(params, config, hidden_BCD)
         return logits_BCV if temperature_B11 is None else logits_BCV / temperature_B11
 
-    def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk) -> Scores:
+    def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk, support_BCW) -> Scores:
         logits_BCV = logits(params, hidden_BCD)
+        if support_BCW is not None:
+            logits_BCV = keep_support(logits_BCV, support_BCW)
         total_BC = jax.nn.logsumexp(logits_BCV, -1)
 
         def logprobs_of(ids_BCk: jax.Array) -> jax.Array:  # NaN of those that are no tokens
@@ -296,7 +321,10 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
 
         found: dict[str, Any] = {}
         if entropy:
-            found["entropy_BT"] = total_BC - (jax.nn.softmax(logits_BCV, -1) * logits_BCV).sum(-1)
+            finite_BCV = logits_BCV
+            if support_BCW is not None:  # 0 * -inf would be NaN
+                finite_BCV = jnp.where(logits_BCV > -jnp.inf, logits_BCV, 0)
+            found["entropy_BT"] = total_BC - (jax.nn.softmax(logits_BCV, -1) * finite_BCV).sum(-1)
         if of_reference_BCD is not None:
             logprobs_BCV = logits_BCV - total_BC[..., None]
             other_BCV = jax.nn.log_softmax(logits(reference, of_reference_BCD), -1)
@@ -306,7 +334,7 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
             found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * apart_BCk).sum(-1)
         return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
-    of_tokens = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
+    of_tokens = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk, support_BTW
     scores = _map_tokens(part, lm_head(params)["weight"], chunk, *of_tokens)
     read = config, tokens_BT, inputs.num_tokens_B, inputs.segment_ids_BT, inputs.embeddings_BTD is None
     return Scores(**mask_scores(vars(scores), *read)), out.routed_experts

@@ -179,7 +179,7 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     check_impl(options.impl)
     resolve_cache_dtype(options.cache_dtype)
-    for name in ("use_cache", "keep_prefix", "logits"):
+    for name in ("use_cache", "keep_prefix", "logits", "support"):
         if not isinstance(value := getattr(options, name), bool | np.bool_):
             raise InputError(f"{name} must be True or False, got {format_value(value)}")
     values: dict[str, Any] = {"n": check_integer("n", options.n, 1, _MAX_ANSWERS)}

@@ -1,7 +1,7 @@
 """Sampling settings as arrays with one setting per row, in one of two tree structures."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from ..checks import array_module, is_traced
 from ..errors import InputError, format_value
 from .sampling_config import SamplingConfig
-from .settings import DTYPES, LISTS, NUMBERS, SETTINGS, Setting, is_unset
+from .settings import DTYPES, LISTS, NUMBERS, Setting, is_unset
 
 
 def settings_per_row(
@@ -47,7 +47,7 @@ def settings_per_row(
     for row in rows:
         row.validate()
     values = {setting.name: _setting_of_rows(setting, rows, batch) for setting in NUMBERS}
-    is_off = (_is_default(setting, values[setting.name]) for setting in NUMBERS if not setting.plain)
+    is_off = (is_default(setting, values[setting.name]) for setting in NUMBERS if not setting.plain)
     lists = {setting.name: [getattr(row, setting.name) for row in rows] for setting in LISTS}
     has_lists = any(value is not None for of_rows in lists.values() for value in of_rows)
     is_plain = not all_settings and not has_lists and all(is_off)
@@ -89,15 +89,8 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
     return dataclasses.replace(sampling_B, **selected)
 
 
-def used_settings(sampling_B: SamplingConfig, asked: Callable[[Setting], bool]) -> list[str]:
-    """The names of those settings that are asked for and that a row uses, as far as the host knows.
-    sampling_B: from `settings_per_row`.
-    """
-    values = ((setting, getattr(sampling_B, setting.name)) for setting in SETTINGS.values() if asked(setting))
-    return [s.name for s, value in values if value is not None and not _is_default(s, value)]
-
-
-def _is_default(setting: Setting, value_B: Any) -> bool:
+def is_default(setting: Setting, value_B: Any) -> bool:
+    """Whether no row uses a setting, as far as the host knows."""
     if is_traced(value_B):
         return False
     array = np.asarray(value_B)

@@ -11,6 +11,7 @@ from jax import lax
 
 from ..errors import ShortRepr
 from ..ops.largest import largest_k
+from .support import pack_support
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +26,7 @@ class Alternatives(ShortRepr):
     processed_logprobs_BT: jax.Array  # float32: log-probability of the sampled token after all processors
     logits_BTV: jax.Array | None  # float32: before any processor
     wanted_B: Any = None  # bool: rows that asked for alternatives; None: all rows
+    support_BTW: Any = None  # uint32: the ids that each token was sampled from, as `support.py` has them
 
     @property
     def sampled_only(self) -> "Alternatives":
@@ -63,7 +65,9 @@ class TokenLogprobs(NamedTuple):
     processed_top: list[tuple[int, float]]
 
 
-def empty_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: bool) -> Alternatives:
+def empty_alternatives(
+    rows: int, size: int, count: int, vocab_size: int, logits: bool = False, support: bool = False
+) -> Alternatives:
     """Returns arrays for `size` tokens of each row and `count` alternatives of each token."""
 
     def zeros(*shape: int) -> np.ndarray:
@@ -71,7 +75,9 @@ def empty_alternatives(rows: int, size: int, count: int, vocab_size: int, logits
 
     ids = np.zeros((rows, size, count), np.int32)
     numbers = zeros(count)
-    return Alternatives(ids, numbers, ids, numbers, zeros(), zeros(vocab_size) if logits else None)
+    masks = np.zeros((rows, size, -(-vocab_size // 32)), np.uint32) if support else None
+    logits_BTV = zeros(vocab_size) if logits else None
+    return Alternatives(ids, numbers, ids, numbers, zeros(), logits_BTV, support_BTW=masks)
 
 
 def record_alternatives(
@@ -97,12 +103,16 @@ def record_alternatives(
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
     count = 0 if old.id_BTA is None else old.id_BTA.shape[-1]
-    processed_logprob_BV = jax.nn.log_softmax(sampled_from())
+    sampled_from_BV = sampled_from()
+    processed_logprob_BV = jax.nn.log_softmax(sampled_from_BV)
     logprob_BA, id_BA = largest_k(jax.nn.log_softmax(logits_BV), count)
     processed_BA, processed_id_BA = largest_k(processed_logprob_BV, count)
     sampled_B = jnp.take_along_axis(processed_logprob_BV, token_B[:, None], 1)[:, 0]
     kept_BV = None if old.logits_BTV is None else logits_BV
-    new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, sampled_B, kept_BV)
+    support_BW = None if old.support_BTW is None else pack_support(sampled_from_BV)
+    new = Alternatives(
+        id_BA, logprob_BA, processed_id_BA, processed_BA, sampled_B, kept_BV, support_BTW=support_BW
+    )
     return jax.tree.map(put, old, new, is_leaf=lambda x: x is None)
 
 
@@ -121,6 +131,20 @@ def if_wanted(
     return dataclasses.replace(recorded, wanted_B=wanted_B)
 
 
+def output_fields(
+    recorded: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
+) -> dict[str, list[Any]]:
+    """Returns what was recorded as fields of `GenerateOutput`: one entry per row, on the host."""
+    found: dict[str, list[Any]] = {}
+    if recorded.id_BTA.shape[-1]:
+        found["alternatives"] = token_logprob_rows(recorded, tokens_BT, logprobs_BT, length_B)
+    for name, recorded_BT in (("logits", recorded.logits_BTV), ("support", recorded.support_BTW)):
+        if recorded_BT is not None:
+            of_rows = zip(map(np.asarray, recorded_BT), length_B, strict=False)
+            found[name] = [of_row[:n] for of_row, n in of_rows]  # cut on the host: nothing to compile
+    return found
+
+
 def token_logprob_rows(
     recorded: Alternatives,
     tokens_BT: np.ndarray,
@@ -129,7 +153,7 @@ def token_logprob_rows(
     most: int | None = None,
 ) -> list[list[TokenLogprobs]]:
     """Returns one list per row, on the host. most: number of alternatives of each token; None: all."""
-    recorded = jax.device_get(dataclasses.replace(recorded, logits_BTV=None))
+    recorded = jax.device_get(dataclasses.replace(recorded, logits_BTV=None, support_BTW=None))
 
     def pairs(ids_TA: np.ndarray, logprobs_TA: np.ndarray) -> list[list[tuple[int, float]]]:
         both = zip(ids_TA[:, :most].tolist(), logprobs_TA[:, :most].tolist(), strict=True)

@@ -5,11 +5,12 @@ errors too; `metrics` are Prometheus'; `page` makes the chat page of page.html, 
 `ip_addresses` finds the client behind a proxy; `framing` limits what the event loop parses; `connections`
 limits open and idle connections, and `http_server` accepts them; `arrivals` limits bodies that arrive, and
 `admission` what clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow
-work in threads; `json_encoding` encodes a response in slices, `chunks` makes those of a stream; `peer_worker`
-is a process that only prefills or only decodes, `peer_front` has a dispatcher over them, `peer_messages` is
-what they tell each other; `served_request` is one request to the engine; `service` handles completions,
-`text_endpoints` what needs no engine, `adapter_endpoints` LoRA; `app` has the routes and checks the key;
-`command` is the process. `xinfer_jax/api/fields.py` lists the fields that are served.
+work in threads; `json_encoding` encodes a response in slices, `chunks` makes those of a stream, and
+`responses_api` makes answers of /v1/responses; `peer_worker` is a process that only prefills or only decodes,
+`peer_front` has a dispatcher over them, `peer_messages` is what they tell each other; `served_request` is one
+request to the engine, and `checked_body` its body; `service` handles completions, `text_endpoints` what needs
+no engine, `adapter_endpoints` LoRA; `app` has the routes and checks the key; `command` is the process.
+`xinfer_jax/api/fields.py` lists the fields that are served.
 
 - A request without a seed gets one, which the response and the log have. An answer has the same tokens with
   the same seed, beside any other requests.

@@ -15,6 +15,7 @@ from .http_responses import APIError
 from .server_settings import ServerSettings
 
 _BODIES = 4  # of the largest size, that one client may have in flight
+_BYTES_PER_TOKEN = 100  # of a response, which count as one token
 
 
 class AdmissionControl:
@@ -114,8 +115,13 @@ def count_answers(parsed: ParsedBody) -> int:
 def count_tokens(parsed: ParsedBody) -> int:
     """The number of tokens to reserve for a body: its prompts, once for each time the response repeats them,
     and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as each takes
-    about 100 bytes.
+    about 100 bytes. If the response has the experts of each token, each 100 bytes of them count as one more
+    token.
     """
     top = parsed.logprobs or 0
-    prompts = sum(map(len, parsed.prompts)) * (parsed.options.n * (1 + top) if parsed.echo else 1)
-    return prompts + count_answers(parsed) * parsed.options.max_tokens * (1 + top)
+    prompt_tokens = sum(map(len, parsed.prompts))
+    prompts = prompt_tokens * (parsed.options.n * (1 + top) if parsed.echo else 1)
+    most = count_answers(parsed) * parsed.options.max_tokens
+    with_experts = prompt_tokens * parsed.options.n + most
+    experts = -(-with_experts * parsed.routed_experts_bytes // _BYTES_PER_TOKEN)
+    return prompts + most * (1 + top) + experts

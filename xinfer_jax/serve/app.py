@@ -43,7 +43,7 @@ def make_server(service: Service) -> Server:
     routes = [
         Route("/v1/completions", partial(service.create_completion, kind="completion"), methods=["POST"]),
         Route("/v1/chat/completions", partial(service.create_completion, kind="chat"), methods=["POST"]),
-        Route("/v1/responses", info.responses, methods=["POST"]),
+        Route("/v1/responses", partial(service.create_completion, kind="responses"), methods=["POST"]),
         Route("/v1/models", info.models),
         Route("/v1/models/{name:path}", info.model),
         Route("/v1/embeddings", texts.embeddings, methods=["POST"]),
@@ -100,9 +100,6 @@ class _InfoEndpoints:
 
     async def metrics(self, _: HTTPRequest) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def responses(self, _: HTTPRequest) -> Response:
-        raise APIError(404, "/v1/responses is not served: use /v1/chat/completions")
 
     async def tokenizer_info(self, _: HTTPRequest) -> Response:
         if self._service.model is None:

@@ -207,9 +207,17 @@ def _check_roles(flags: Any) -> None:
     own = "peers" if flags.peers else "role"
     if flags[own].value is None:
         return
-    for name in ("role", "coordinator", "data_parallel", "prefill_devices", "decode_devices"):
+    for name in (
+        "role",
+        "coordinator",
+        "data_parallel",
+        "prefill_devices",
+        "decode_devices",
+        "routed_experts",
+    ):
         if name != own and flags[name].value != flags[name].default:
-            raise InputError(f"--{name} does not go with --{own}: start a process for each part")
+            remedy = "leave it out" if name == "routed_experts" else "start a process for each part"
+            raise InputError(f"--{name} does not go with --{own}: {remedy}")
 
 
 def _serve_role(flags: Any, options: EngineOptions) -> int:

@@ -95,6 +95,21 @@ def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: floa
     return response
 
 
+def typed_event_stream(
+    events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
+) -> TimedResponse:
+    """Server-sent events whose names are the `type` of each object. events: as in `event_stream`; they raise
+    no errors.
+    """
+
+    async def parts() -> AsyncIterator[bytes]:
+        async for event in events:
+            name = b"" if event is None else b"event: %s\n" % event["type"].encode()
+            yield name + _encode_event(event)
+
+    return TimedResponse(parts(), "text/event-stream", on_close, stall_seconds)
+
+
 def event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
@@ -103,7 +118,7 @@ def event_stream(
     async def parts() -> AsyncIterator[bytes]:
         try:
             async for event in events:
-                yield b": waiting\n\n" if event is None else _encode_event(event)
+                yield _encode_event(event)
         except Exception as error:  # of the engine: the status has been sent, so it becomes an event
             message = format_message(error) or type(error).__name__
             fields = dict(message=message, type="server_error", param=None, code=None)
@@ -134,5 +149,7 @@ async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive)
         await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-def _encode_event(value: dict[str, Any]) -> bytes:
+def _encode_event(value: dict[str, Any] | None) -> bytes:
+    if value is None:
+        return b": waiting\n\n"
     return b"data: " + json_line(value).encode("utf-8", "replace") + b"\n\n"

@@ -22,10 +22,10 @@ def to_json(value: Any) -> bytes:
 
 def list_to_json(values: Sequence[Any]) -> bytes:
     """Encodes a list as JSON, in slices."""
-    return _join(to_json(values[at : at + _VALUES])[1:-1] for at in range(0, len(values), _VALUES))
+    return join_json(to_json(values[at : at + _VALUES])[1:-1] for at in range(0, len(values), _VALUES))
 
 
-def _join(parts: Iterable[bytes]) -> bytes:
+def join_json(parts: Iterable[bytes]) -> bytes:
     """A JSON list of parts, each one or several values that are JSON already."""
     return b"[%s]" % b",".join(parts)
 
@@ -39,7 +39,7 @@ def object_to_json(fields: dict[str, Any], **encoded: bytes) -> bytes:
 
 def objects_to_json(fields: dict[str, Any], name: str, values: Iterable[Any]) -> bytes:
     """Encodes an object as JSON. values: of one more field, a list; they are encoded one by one."""
-    return object_to_json(fields, **{name: _join(map(to_json, values))})
+    return object_to_json(fields, **{name: join_json(map(to_json, values))})
 
 
 def response_to_json(
@@ -57,8 +57,10 @@ def response_to_json(
         encoded = {}
         if parsed.logprobs is not None:
             encoded["logprobs"] = _logprobs_to_json(tokenizer, parsed, entries)
+        if choice.get("routed_experts"):  # base64: nothing in it is escaped
+            encoded["routed_experts"] = b'"%s"' % choice.pop("routed_experts").encode()
         choices.append(object_to_json(choice, **encoded))
-    return object_to_json(dict(head, object=response_object(parsed)), choices=_join(choices))
+    return object_to_json(dict(head, object=response_object(parsed)), choices=join_json(choices))
 
 
 def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequence[Any]) -> bytes:
@@ -67,11 +69,11 @@ def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequenc
     for i in range(0, len(entries), _SLICE):
         for name, values in format_logprobs(texts, parsed, entries[i : i + _SLICE]).items():
             lists[name].append(to_json(values)[1:-1])
-    return object_to_json({}, **{name: _join(parts) for name, parts in lists.items()})
+    return object_to_json({}, **{name: join_json(parts) for name, parts in lists.items()})
 
 
 def embeddings_to_json(vectors: Iterator[bytes], model: str, tokens: int) -> bytes:
     """Encodes the response of /v1/embeddings. vectors: each one is JSON already."""
     data = (object_to_json(dict(object="embedding", index=i), embedding=x) for i, x in enumerate(vectors))
     head = dict(object="list", model=model, usage=dict(prompt_tokens=tokens, total_tokens=tokens))
-    return object_to_json(head, data=_join(data))
+    return object_to_json(head, data=join_json(data))

@@ -65,7 +65,7 @@ class PeerEngines(EngineLoop):
         self._log = log
         self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
         # Also sizes of the first of the processes that are connected.
-        self.shape = SimpleNamespace(impl=None, routed_experts=False)
+        self.shape = SimpleNamespace(impl=None, routed_experts=False, support=False)
         self._past: list[Peer] = []
         self.__enter__()
         self._listener = Listener(listening, self._receive, secret)

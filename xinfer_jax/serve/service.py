@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -15,9 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import Response
 
-from ..api.bodies import ParsedBody, StreamOptions, parse_request_body, pop_stream_options
+from ..api.bodies import ParsedBody
 from ..api.fields import BodyError, with_field_names
-from ..api.grammar_fields import grammar_field
+from ..api.responses_request import errors_of_chat
 from ..checkpoint.loading import Model
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
@@ -26,13 +27,15 @@ from ..errors import GrammarError, InputError, NoTokenLeftError, format_message,
 from ..generation.options import GenerateOptions
 from ..grammar.pool import GrammarPool
 from ..sampling.random_keys import key_from_seed
-from .admission import AdmissionControl, Reservation, count_answers, count_tokens
+from .admission import AdmissionControl, Reservation
+from .checked_body import CheckedBody, check_body
 from .chunks import check_answer, stream_chunks
-from .http_responses import APIError, event_stream, json_response, until_disconnect
+from .http_responses import APIError, event_stream, json_response, typed_event_stream, until_disconnect
 from .ip_addresses import address_group
 from .json_encoding import response_to_json
 from .metrics import Metrics
 from .request_body import load_json_body, receive_body
+from .responses_api import ResponsesAnswer
 from .served_request import ServedRequest, usage_with_cached
 from .server_settings import ServerSettings
 from .worker_pool import LARGE_TOKENS, WorkerPool, is_large
@@ -40,6 +43,7 @@ from .worker_pool import LARGE_TOKENS, WorkerPool, is_large
 # These need a key of an admin.
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody receives it
+_ID_PREFIXES = dict(completion="cmpl-", chat="chatcmpl-", responses="resp_")
 
 
 class Service:
@@ -57,7 +61,7 @@ class Service:
         self.admission = AdmissionControl(settings)
         self.workers = WorkerPool()
         self._numbers = itertools.count(1)
-        self._defaults = GenerateOptions()
+        self.defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions, engine: Any = None) -> None:
         """Makes the engine, unless it is given; afterwards the service can answer."""
@@ -65,7 +69,7 @@ class Service:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model = model
         self.tokenizer = model.tokenizer
-        self._defaults = defaults
+        self.defaults = defaults
         settings = self.settings
         self.engine = engine or make_engine(model, settings.engine, settings.data_parallel).__enter__()
         self.admission.rows = self.engine.rows
@@ -112,7 +116,7 @@ class Service:
         return ""
 
     async def create_completion(self, http_request: HTTPRequest, kind: str) -> Response:
-        """Answers a request for completions. kind: "completion" or "chat"."""
+        """Answers a request for completions. kind: "completion", "chat" or "responses"."""
         reservation = self.admit(http_request)
         state = http_request.state
         number = next(self._numbers)
@@ -127,55 +131,52 @@ class Service:
             raise self.to_api_error(error, bool(served.requests)) from error
 
     async def _respond(self, served: ServedRequest, kind: str, data: list[bytes]) -> Response:
-        settings = self.settings
         client = served.reservation.client
         large = is_large(data)
-        parse = partial(self._parse, served, kind, data)
-        parsed, stream, grammar_name = await self.workers.run(client, large, parse)
+        body = await self.workers.run(client, large, partial(check_body, self, served, kind, data))
+        with errors_of_chat() if body.responses else nullcontext():
+            await self._compile_and_submit(served, body, large)
+        parsed = body.parsed
+        requests = served.requests
+        own_id = f"{_ID_PREFIXES[kind]}{served.request_id}"
+        name = requests[0].adapter.name if requests[0].adapter else self.settings.name
+        head = dict(id=own_id, created=int(time.time()), model=name, seed=parsed.seed)
+        answer = None
+        if body.responses:
+            answer = ResponsesAnswer(body.responses, parsed, self.tokenizer, head)
+        if body.stream.streamed:
+            return self._stream(served, body, head, answer)
+        await _wait_until_ended(requests)
+        format_response = partial(self._format, parsed, served, head, answer)
+        large = served.reservation.amounts["tokens"] > LARGE_TOKENS
+        encoded = await self.workers.run(client, large, format_response)
+        return json_response(encoded, served.finish, self.settings.stall_seconds)
+
+    async def _compile_and_submit(self, served: ServedRequest, body: CheckedBody, large: bool) -> None:
+        client = served.reservation.client
+        parsed = body.parsed
         if (grammar := parsed.options.grammar) is not None:
             try:
-                grammar = await self.grammars.compile(client, grammar)
+                grammar = await self.grammars.compile(client, grammar)  # type: ignore[arg-type]
             except GrammarError as error:
-                raise BodyError(grammar_name, error) from error
+                raise BodyError(body.grammar_field, error) from error
             parsed.options = dataclasses.replace(parsed.options, grammar=grammar)
         await self.workers.run(client, large, partial(self._submit, served, parsed))
-        requests = served.requests
-        own_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
-        name = requests[0].adapter.name if requests[0].adapter else settings.name
-        head = dict(id=own_id, created=int(time.time()), model=name, seed=parsed.seed)
-        if stream.streamed:
-            usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
-            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
-            return event_stream(chunks, served.finish, settings.stall_seconds)
-        await _wait_until_ended(requests)
-        format_response = partial(self._format, parsed, served, head)
-        large = served.reservation.amounts["tokens"] > LARGE_TOKENS
-        body = await self.workers.run(client, large, format_response)
-        return json_response(body, served.finish, settings.stall_seconds)
 
-    def _parse(
-        self, served: ServedRequest, kind: str, data: list[bytes]
-    ) -> tuple[ParsedBody, StreamOptions, str]:
-        """The body, how to stream its answers, and the field of its grammar. Runs in a thread."""
-        assert self.model is not None and self.engine is not None
-        reservation = served.reservation
-        settings = self.settings
-        body = self.load_body(data)
-        adapter = self.check_model(body)
-        stream = pop_stream_options(body)
-        how: Any = dict(check=reservation.check, stop_in_reasoning=settings.stop_in_reasoning)
-        most = self.engine.usable_capacity
-        parsed = parse_request_body(self.model, kind, body, self._defaults, most, settings.escape, **how)
-        if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
-            self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
-        if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
-            raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
-        if parsed.seed is None:
-            parsed.seed = _derive_seed(settings.seed, served.number)
-        parsed.request_options = dataclasses.replace(parsed.request_options, adapter=adapter)
-        parsed.call_prefix = f"call_{served.request_id}_{served.number}"
-        reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
-        return parsed, stream, grammar_field(body)
+    def _stream(
+        self, served: ServedRequest, body: CheckedBody, head: dict[str, Any], answer: ResponsesAnswer | None
+    ) -> Response:
+        requests = served.requests
+        parsed = body.parsed
+        stall_seconds = self.settings.stall_seconds
+        usage = partial(usage_with_cached, parsed, requests)
+        if answer is None:
+            last = usage if body.stream.usage else None
+            chunks = stream_chunks(parsed, requests, self.tokenizer, last, head, body.stream.continuous_usage)
+            return event_stream(chunks, served.finish, stall_seconds)
+        chunks = stream_chunks(parsed, requests, self.tokenizer, None, head)
+        run = partial(self.workers.run, served.reservation.client, True)
+        return typed_event_stream(answer.events(chunks, run, usage), served.finish, stall_seconds)
 
     def _submit(self, served: ServedRequest, parsed: ParsedBody) -> None:
         """Submits a body to the engine. Runs in a thread."""
@@ -204,15 +205,20 @@ class Service:
         data.clear()
         return body
 
-    def _format(self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any]) -> bytes:
+    def _format(
+        self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any], answer: ResponsesAnswer | None
+    ) -> bytes:
         """The body of the response. Runs in a thread."""
         requests = served.requests
         for request in requests:
-            for answer in request.answers:
-                check_answer(answer)
+            for one in request.answers:
+                check_answer(one)
         outs = [request.result() for request in requests]
         prompt_logprobs = [request.prompt_logprobs for request in requests]
-        head = dict(head, usage=usage_with_cached(parsed, requests))
+        usage = usage_with_cached(parsed, requests)
+        if answer is not None:
+            return answer.whole(outs[0], usage)
+        head = dict(head, usage=usage)
         check = served.reservation.check
         return response_to_json(parsed, outs, prompt_logprobs, self.tokenizer, check, **head)
 
@@ -276,12 +282,6 @@ async def _wait_until_ended(requests: Sequence[Request]) -> None:
             left.pop()
         if not left:
             return
-
-
-def _derive_seed(server_seed: int, number: int) -> int:
-    """The seed of a request without one: 53 bits, which a JSON number holds in every client."""
-    digest = hashlib.sha256(f"{server_seed}:{number}".encode()).digest()
-    return int.from_bytes(digest[:8]) >> 11
 
 
 def _key(request: HTTPRequest) -> bytes:
