@@ -21,6 +21,7 @@ Functions of `params` and `config` take and return arrays or token ids, for your
     hidden_states, embed_tokens, final_norm, unembed, attention_weights    parts of the model
     init_params, kernels_used       random parameters; which kernels would run
     load_prefix, save_prefix        the KV cache of a common beginning, as a file
+    enable_export                   lets jax.export write programs with trees of this library
 
 How tokens are sampled and limited: SamplingConfig, GenerateOptions, LogitsProcessor, Tap.
 Every error for a bad argument is an InputError. `register` adds a family, a cache dtype and the like.

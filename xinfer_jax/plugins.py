@@ -149,7 +149,7 @@ def names(kind: str) -> list[str]:
     return [name for of_kind, name in (*TABLE, *_REGISTERED) if of_kind == kind]
 
 
-def register(kind: str, name: str, entry: Any) -> None:
+def register(kind: str, name: str, entry: object) -> None:
     """Adds an entry to a registry, so that a family or a cache dtype of yours needs no fork of this package.
     `scripts/examples/own_family.py` is an example.
 

@@ -4,11 +4,12 @@ against those of training.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
 
+from .annotations import Remat
 from .cache.kv_cache import init_cache
 from .checkpoint.loading import Model, load_model
 from .config.model_config import ModelConfig
@@ -19,6 +20,7 @@ from .generation.rollouts import pack_rollout
 from .generation.scoring import score
 from .generation.validation import check_prompts
 from .model.decoder import forward
+from .model.taps import Taps
 from .modes import in_default_modes
 from .sampling.sampling_config import SamplingConfig
 from .weights.params import Params
@@ -65,6 +67,15 @@ def assert_parity(
     return _assert_close(logits_BTV, expected_BTV, atol, "logit", "transformers")
 
 
+class ScoreOptions(TypedDict, total=False):
+    """Arguments of `score` that choose how it computes."""
+
+    chunk: int | None
+    taps: Taps | None
+    remat: Remat
+    impl: str | None
+
+
 @in_default_modes
 def assert_rollout_matches_score(
     params: Params,
@@ -76,7 +87,7 @@ def assert_rollout_matches_score(
     scored_by: Params | None = None,
     atol: float = 1e-4,
     seed: int = 0,
-    **options: Any,
+    **options: Unpack[ScoreOptions],
 ) -> float:
     """Asserts that `decode_loop` records the log-probabilities that `score` gives its tokens. Returns the
     largest difference.
@@ -89,7 +100,7 @@ def assert_rollout_matches_score(
         scored_by: parameters that score, as a trainer has them; None: params.
         atol: the largest difference that passes; bfloat16 needs about 0.2.
         seed: of the samples.
-        options: further arguments of `score`, as remat.
+        options: further arguments of `score`: chunk, taps, remat, impl.
 
     Raises:
         AssertionError: which token differs most, and by how much.
@@ -112,8 +123,8 @@ def assert_rollout_matches_score(
     packed = jax.device_get(rollout(params, jax.random.key(seed)))
     trained = params if scored_by is None else scored_by
     given = packed.tokens_BT, packed.num_tokens_B
-    scores_BT = np.asarray(score(trained, config, *given, temperature=temperature, **options))
-    scores_BT = np.where(packed.mask_BT, scores_BT, 0)
+    scores = score(trained, config, *given, temperature=temperature, **options)
+    scores_BT = np.where(packed.mask_BT, scores.logprobs_BT, 0)
     return _assert_close(packed.logprobs_BT, scores_BT, atol, "log-probability", "score")
 
 

@@ -11,10 +11,10 @@ from .checkpoint.loading import Model
 from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import generate
+from .generation.executor_choice import Compilation
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
 from .generation.streaming import Stream, stream
 from .grammar.grammars import with_tokenizer
-from .layerwise.precompile import Precompiler
 from .sampling.sampling_config import min_tokens_of_row
 from .tokenization.answer_detokenizer import AnswerDetokenizer
 from .tokenization.conversation import MESSAGES_FORM, ChatOptions, prompt_ids
@@ -188,7 +188,7 @@ class TextStream(Iterator[str]):
             return rest
         raise StopIteration
 
-    def prepare(self) -> Precompiler:
+    def prepare(self) -> Compilation:
         """Begins to compile the programs of the answer, in threads (`Stream.prepare`)."""
         return self._tokens.prepare()
 

@@ -44,7 +44,9 @@ def main(argv):
     state = OPTIMIZER.init(adapter)
 
     def loss(adapter, tokens_BT, num_tokens_B, sampled_BT, advantage_B):
-        scores_BT = xj.score(xj.lora.with_adapter(model.params, adapter), config, tokens_BT, num_tokens_B)
+        scores_BT = xj.score(
+            xj.lora.with_adapter(model.params, adapter), config, tokens_BT, num_tokens_B
+        ).logprobs_BT
         is_sampled_BT = sampled_BT < 0
         change_BT = jnp.where(is_sampled_BT, scores_BT - sampled_BT, 0)
         gain = jnp.mean(jnp.exp(change_BT) * advantage_B[:, None], where=is_sampled_BT)

@@ -47,7 +47,7 @@ def main(argv):
 
     def loss(adapter):
         adapted = xj.lora.with_adapter(model.params, adapter)
-        return -jnp.mean(xj.score(adapted, model.config, tokens_BT, num_tokens_B), where=mask_BT)
+        return -jnp.mean(xj.score(adapted, model.config, tokens_BT, num_tokens_B).logprobs_BT, where=mask_BT)
 
     @jax.jit
     def step(adapter, state):

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
             params, config, prompt, num_beams=4, max_tokens=16, sampling=sampling, key=jax.random.key(0)
         )
         print(f"beam {name}:")
-        for score, ids in zip(out.scores, out.sequences, strict=True):
+        for score, ids in zip(out.scores[0], out.sequences[0], strict=True):
             print(f"{score:7.3f} {tok.decode(ids)!r}")
 
 

@@ -72,7 +72,7 @@ def play(engine, prompt, key):
 
 def make_update(config):
     def loss(params, tokens_BT, num_tokens_B, sampled_BT, advantage_B):
-        scores_BT = xj.score(params, config, tokens_BT, num_tokens_B, remat="layer")
+        scores_BT = xj.score(params, config, tokens_BT, num_tokens_B, remat="layer").logprobs_BT
         is_sampled_BT = sampled_BT < 0
         change_BT = jnp.where(is_sampled_BT, scores_BT - sampled_BT, 0)
         ratio_BT = jnp.exp(change_BT)

@@ -42,7 +42,7 @@ def steer(model, text, target, layer, steps=31, rate=2.0):
     @jax.value_and_grad
     def loss(vector_D):
         taps = {layer: xj.Tap(vector_D, lambda hidden_BTD, vector_D: hidden_BTD + vector_D)}
-        return -xj.score(params, config, tokens_BT, taps=taps)[0, len(tok.encode(text)) - 1]
+        return -xj.score(params, config, tokens_BT, taps=taps).logprobs_BT[0, len(tok.encode(text)) - 1]
 
     vector_D = jnp.zeros(config.hidden_size)
     for step in range(steps):

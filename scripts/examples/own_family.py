@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
     # Everything works with it: gradients, quantized weights, engines, files.
     tokens_BT = np.array([[3, 1, 4, 1, 5, 9, 2, 6]], np.int32)
-    gradient = jax.grad(lambda params: -xj.score(params, config, tokens_BT).mean())(params)
+    gradient = jax.grad(lambda params: -xj.score(params, config, tokens_BT).logprobs_BT.mean())(params)
     print("norm of the gradient:", float(np.linalg.norm(gradient["layers"][0]["up"]["weight"])))
     options = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
     answer = xj.generate(params, config, tokens_BT, options)

@@ -55,7 +55,9 @@ def main(argv):
     optimizer = optax.adam(2e-3)
 
     def loss(params):
-        logprobs_BT = xj.score(params, model.config, tokens_BT, segment_ids_BT=segment_ids_BT, remat="layer")
+        logprobs_BT = xj.score(
+            params, model.config, tokens_BT, segment_ids_BT=segment_ids_BT, remat="layer"
+        ).logprobs_BT
         return -jnp.mean(logprobs_BT, where=mask_BT)
 
     @jax.jit

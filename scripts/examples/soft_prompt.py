@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
 
     def loss(soft_PD, params):
         inputs_BTD = xj.embed_tokens(params, model.config, tokens_BT).at[:, :SOFT_TOKENS].set(soft_PD)
-        scores_BT = xj.score(params, model.config, tokens_BT, inputs_BTD=inputs_BTD)
+        scores_BT = xj.score(params, model.config, tokens_BT, inputs_BTD=inputs_BTD).logprobs_BT
         return -scores_BT[:, SOFT_TOKENS - 1 :].mean()  # entry SOFT_TOKENS - 1: first token of the sentence
 
     @jax.jit

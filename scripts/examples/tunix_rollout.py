@@ -110,7 +110,7 @@ def _logprobs(params, config, pad, eos, prompt_BP, completion_BC):
     prompt_B = prompt_BP.shape[1] - padding_B
     tokens_BT = jnp.concatenate([prompt_BP, completion_BC], axis=1)
     tokens_BT = jax.vmap(jnp.roll)(tokens_BT, -padding_B)
-    logprobs_BT = xj.score(params, config, tokens_BT, prompt_B + answer_B)
+    logprobs_BT = xj.score(params, config, tokens_BT, prompt_B + answer_B).logprobs_BT
     at_BC = jnp.minimum(prompt_B[:, None] - 1 + jnp.arange(C), logprobs_BT.shape[1] - 1)
     return jnp.where(jnp.arange(C) < answer_B[:, None], jnp.take_along_axis(logprobs_BT, at_BC, 1), 0)
 

@@ -209,7 +209,7 @@ def test_norms_are_replaced(tmp_path):
     narrow = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
     assert xj.lora.with_adapter(narrow, adapter)["final_norm"].dtype == "bfloat16"
     gradient = jax.grad(
-        lambda adapter: xj.score(xj.lora.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum()
+        lambda adapter: xj.score(xj.lora.with_adapter(PARAMS, adapter), CONFIG, TOKENS).logprobs_BT.sum()
     )(adapter)
     assert all(np.abs(x).max() > 0 for x in gradient.norms.values())
     xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")

@@ -119,7 +119,10 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, form, request):
 def compare_gradients(tmp_path, form, config, params, model, adapter, ids):
     logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
     logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum().backward()
-    score = lambda adapter: xj.score(xj.lora.with_adapter(params, adapter), config, jnp.array([ids])).sum()  # noqa: E731
+
+    def score(adapter):
+        return xj.score(xj.lora.with_adapter(params, adapter), config, jnp.array([ids])).logprobs_BT.sum()
+
     gradients = jax.jit(jax.grad(score))(adapter)
     with torch.no_grad():
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}

@@ -123,7 +123,7 @@ def test_beam_search_flags(command, ask, good):
     options |= dict(sampling=xj.SamplingConfig(min_tokens=2))
     wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), **options)
     found = answer["sequences"]
-    assert [row["tokens"] for row in found] == wanted.sequences and found[0]["text"] == ANSWER
+    assert [row["tokens"] for row in found] == wanted.sequences[0] and found[0]["text"] == ANSWER
     assert [row["score"] for row in found] == wanted.scores and answer["prompt_tokens"] > 32
     code, out, err = command(f"--model={good}", ASK, *flags)
     best, *costs = err.splitlines()

@@ -65,7 +65,7 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
     scored = engine.submit(prompts[0], OPTIONS, prompt_logprobs=0)
     assert scored.result().tokens[0] == alone[0][0]
     engine.close()
-    exact = xj.score(model.params, model.config, np.array(prompts[:1]))[0]
+    exact = xj.score(model.params, model.config, np.array(prompts[:1])).logprobs_BT[0]
     found = [token.logprob for token in scored.prompt_logprobs]
     np.testing.assert_allclose(found[-len(exact) :], exact, atol=1e-3)
 

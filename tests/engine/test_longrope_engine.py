@@ -49,5 +49,5 @@ def test_rows_of_both_sides_get_what_they_get_alone(model, draft):
     assert [out.stats.reused_tokens for out in alone] == [0, 0, 64, 64, 0, 128]
     for prompt, out in zip(prompts, alone, strict=True):
         assert out.tokens == xj.generate(model.params, model.config, [prompt], options).tokens
-    exact = xj.score(model.params, model.config, np.array(prompts[1:2]))[0]
+    exact = xj.score(model.params, model.config, np.array(prompts[1:2])).logprobs_BT[0]
     np.testing.assert_allclose(found[-len(exact) :], exact, atol=1e-4)

@@ -228,7 +228,9 @@ def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
     request = submit(engine, "a", prompt_logprobs=1)
     request.result()
     found = [token.logprob for token in request.prompt_logprobs]
-    wanted = xj.score(xj.lora.with_adapter(model.params, adapters[0]), model.config, np.array([PROMPT]))[0]
+    wanted = xj.score(
+        xj.lora.with_adapter(model.params, adapters[0]), model.config, np.array([PROMPT])
+    ).logprobs_BT[0]
     np.testing.assert_allclose(found, wanted[-len(found) :], atol=2e-4)
     short = xj.GenerateOptions(max_tokens=4, eos_token_ids=())
     (plain, adapted) = engine.generate([PROMPT, PROMPT], short, adapter=[None, "a"])

@@ -90,14 +90,14 @@ def test_as_many_beams_as_sequences_find_all_in_order(small):
     ]
     score = {p: logprobs(params, config, [prompt + list(p)])[0, 2:].sum() / len(p) ** penalty for p in paths}
     best = sorted(paths, key=score.get, reverse=True)
-    wanted = [list(p[:-1] if p[-1] == 2 else p) for p in best], [score[p] for p in best]
+    wanted = [[list(p[:-1] if p[-1] == 2 else p) for p in best]], [[score[p] for p in best]]
     options = dict(max_tokens=3, eos_token_ids=(2,), length_penalty=penalty)
     assert_same(xj.beam_search(params, config, prompt, num_beams=len(paths), **options), *wanted)
     # 16 beams hold every prefix, so nothing better can be missed
     narrow = xj.beam_search(
         params, config, prompt, num_beams=16, num_return_sequences=5, early_stopping="never", **options
     )
-    assert_same(narrow, wanted[0][:5], wanted[1][:5])
+    assert_same(narrow, [wanted[0][0][:5]], [wanted[1][0][:5]])
     with pytest.raises(
         xj.InputError, match=r"num_beams 86 exceeds the 85 different sequences .*: lower num_beams"
     ):
@@ -117,7 +117,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     together = xj.beam_search(params, config, PROMPTS, sampling=settings, key=keys, **options)
     for i, prompt in enumerate(PROMPTS):
         alone = xj.beam_search(params, config, prompt, sampling=settings[i], key=keys[i : i + 1], **options)
-        assert_same(alone, together.sequences[i], together.scores[i])
+        assert_same(alone, [together.sequences[i]], [together.scores[i]])
     tight = xj.beam_search(params, config, PROMPTS, sampling=settings, key=keys, capacity=33 + 18, **options)
     assert_same(tight, together.sequences, together.scores)
 
@@ -144,9 +144,10 @@ def test_scores_in_fewer_bytes_are_those_of_one_forward_pass():
     params, config = build(quantize="int8")
     options = dict(max_tokens=10, length_penalty=0.5, cache_dtype="int8")
     ours = xj.beam_search(params, config, PROMPTS[0], **options)
-    assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
-    sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
-    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=0.02)
+    (sequences,), (scores,) = ours.sequences, ours.scores
+    assert len({tuple(s) for s in sequences}) == 4 and scores == sorted(scores, reverse=True)
+    sums = logprobs(params, config, [PROMPTS[0] + s for s in sequences])[:, 3:].sum(1)
+    np.testing.assert_allclose(scores, sums / 10**0.5, atol=0.02)
 
 
 @pytest.mark.full
@@ -303,8 +304,9 @@ def test_transformers_finds_the_same(name, rules):
         options |= dict(early_stopping=early_stopping, length_penalty=length_penalty)
         ours = xj.beam_search(params, config, prompts, eos_token_ids=eos, **options)
         for prompt, sequences, scores in zip(prompts, ours.sequences, ours.scores, strict=True):
-            one = dataclasses.replace(ours, sequences=sequences, scores=scores)
-            assert_same(one, *hf_beam_search(theirs, prompt, eos, **options))
+            one = dataclasses.replace(ours, sequences=[sequences], scores=[scores])
+            wanted = hf_beam_search(theirs, prompt, eos, **options)
+            assert_same(one, *([part] for part in wanted))
             early_ends += sum(len(s) < 14 for s in sequences)
         if eos:
             found.setdefault(early_stopping, []).append(ours.sequences)
@@ -405,7 +407,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
 
     for row, (name, (i, _, given)) in enumerate(SERVED.items()):
         sequences, scores = wanted(prompts[i], **given)
-        ours = dataclasses.replace(found, sequences=found.sequences[row], scores=found.scores[row])
-        assert_same(ours, sequences, scores)
+        ours = dataclasses.replace(found, sequences=[found.sequences[row]], scores=[found.scores[row]])
+        assert_same(ours, [sequences], [scores])
         without, _ = wanted(prompts[i], **HOT if "temperature" in given else {})
         assert (sequences == without) == (name == "off"), f"{name} changes nothing"

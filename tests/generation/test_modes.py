@@ -98,7 +98,7 @@ def training(config, dtype):
             scores = xj.score(params, config, tokens_BT, num_tokens_B, **more)
             plain = scores.logprobs_BT + scores.entropy_BT + scores.kl_BT + scores.topk_kl_BT
             stacked = xj.params.stack_layers(params, config)
-            return (plain + xj.score(stacked, config, tokens_BT, **segments)).sum()
+            return (plain + xj.score(stacked, config, tokens_BT, **segments).logprobs_BT).sum()
 
         return jax.grad(loss)(params), xj.forward(params, config, tokens_BT, None, num_tokens_B)
 

@@ -38,7 +38,7 @@ def test_recorded_log_probabilities_are_those_that_were_sampled_from(recorded):
         n = LENGTHS[row]
         both = [*PROMPTS[row, :n], *out.tokens_BT[row]]
         assert packed.tokens_BT[row, : len(both)].tolist() == both
-    scores_BT = xj.score(PARAMS, CONFIG, packed.tokens_BT, packed.num_tokens_B)
+    scores_BT = xj.score(PARAMS, CONFIG, packed.tokens_BT, packed.num_tokens_B).logprobs_BT
     np.testing.assert_allclose(scores_BT[packed.mask_BT], out.logprobs_BT.ravel(), atol=1e-5)
     logits_BTV, _ = jax.jit(xj.forward, static_argnums=1)(PARAMS, CONFIG, packed.tokens_BT)
     best_BTk = jax.lax.top_k(logits_BTV[:, :-1] / 0.7, 5)[0]

@@ -65,18 +65,18 @@ def assert_equal_where_real(got_BT, want_BT, num_tokens_B, atol=1e-5):
 
 def test_equals_log_softmax_of_the_logits(model):
     tokens_BT, num_tokens_B = batch()
-    got_BT = xj.score(*model, tokens_BT, num_tokens_B)
+    got_BT = xj.score(*model, tokens_BT, num_tokens_B).logprobs_BT
     assert got_BT.dtype == jnp.float32 and got_BT.shape == (len(tokens_BT), tokens_BT.shape[1] - 1)
     assert_equal_where_real(got_BT, whole(*model, tokens_BT, num_tokens_B), num_tokens_B)
-    np.testing.assert_allclose(xj.score(*model, tokens_BT), whole(*model, tokens_BT), atol=1e-5)
+    np.testing.assert_allclose(xj.score(*model, tokens_BT).logprobs_BT, whole(*model, tokens_BT), atol=1e-5)
 
 
 def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     tokens_BT, num_tokens_B = batch()
-    together_BT = xj.score(*model, tokens_BT, num_tokens_B)
+    together_BT = xj.score(*model, tokens_BT, num_tokens_B).logprobs_BT
     for i, n in enumerate(num_tokens_B):
         np.testing.assert_allclose(
-            xj.score(*model, tokens_BT[i : i + 1, :n])[0], together_BT[i, : n - 1], atol=1e-5
+            xj.score(*model, tokens_BT[i : i + 1, :n]).logprobs_BT[0], together_BT[i, : n - 1], atol=1e-5
         )
 
 
@@ -97,7 +97,7 @@ def test_ids_that_are_no_tokens_in_a_trace():
         more = xj.score(
             params, config, tokens_BT, entropy=True, reference=reference, teacher_topk=teacher
         )  # fmt: skip
-        return more, xj.score(params, config, tokens_BT, segment_ids_BT=segment_ids_BT)
+        return more, xj.score(params, config, tokens_BT, segment_ids_BT=segment_ids_BT).logprobs_BT
 
     more, packed_BT = scores(tokens_BT, teacher)
     want, want_packed_BT = scores(jnp.clip(tokens_BT, 0, 95), teacher)
@@ -114,7 +114,7 @@ def test_ids_that_are_no_tokens_in_a_trace():
     expected_BT = np.where(padding_BT, 0, want_packed_BT)
     expected_BT[2, 3] = np.nan
     np.testing.assert_allclose(packed_BT, expected_BT, atol=1e-6)
-    gradient = jax.grad(lambda params: (xj.score(params, config, tokens_BT[:1]) * 2).sum())
+    gradient = jax.grad(lambda params: (xj.score(params, config, tokens_BT[:1]).logprobs_BT * 2).sum())
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(gradient)(params)))
 
 
@@ -128,7 +128,9 @@ def test_logits_in_parts_are_those_of_the_whole():
     )
     params = xj.init_params(config, jax.random.key(0), "float32")
     tokens_BT = np.random.RandomState(0).randint(0, config.vocab_size, (1, 71))
-    got, gradient = jax.jit(jax.value_and_grad(lambda p: xj.score(p, config, tokens_BT).sum()))(params)
+    got, gradient = jax.jit(jax.value_and_grad(lambda p: xj.score(p, config, tokens_BT).logprobs_BT.sum()))(
+        params
+    )
     want, expected = jax.jit(jax.value_and_grad(lambda p: whole(p, config, tokens_BT).sum()))(params)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     chex.assert_trees_all_close(gradient, expected, atol=1e-4, rtol=1e-3)
@@ -172,7 +174,7 @@ def test_generate_returns_the_same_log_probabilities(bundled):
         chex.assert_trees_all_close(again, scores, atol=1e-5)
     tokens_BT = np.array([prompts[0] + completions[0]])
     np.testing.assert_allclose(
-        xj.score(params, config, tokens_BT)[0, len(prompts[0]) - 1 :], out.logprobs[0], atol=1e-5
+        xj.score(params, config, tokens_BT).logprobs_BT[0, len(prompts[0]) - 1 :], out.logprobs[0], atol=1e-5
     )
 
 
@@ -187,10 +189,10 @@ def test_scores_of_quantized_and_16_bit_weights(weights, bound):
     prompt = tok.encode("What is the capital of France?")
     out = xj.generate(params, config, [prompt], xj.GenerateOptions(max_tokens=8, eos_token_ids=()))
     tokens_BT = np.array([prompt + out.tokens[0]])
-    got_BT = xj.score(params, config, tokens_BT)
+    got_BT = xj.score(params, config, tokens_BT).logprobs_BT
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
     np.testing.assert_allclose(got_BT[0, len(prompt) - 1 :], out.logprobs[0], atol=bound)
-    total = lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum()  # noqa: E731
+    total = lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).logprobs_BT.sum()  # noqa: E731
     gradient = jax.grad(total)(xj.embed_tokens(params, config, tokens_BT))
     chex.assert_tree_all_finite(gradient)
     assert jnp.any(gradient != 0)
@@ -306,10 +308,37 @@ def test_short_batches_are_one_part():
         config = xj.ModelConfig.from_hf(SHORT | changes)
         init = lambda key: xj.init_params(config, key, dtype)  # noqa: E731
         given = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-        text = str(jax.make_jaxpr(lambda p, t: xj.score(p, config, t))(*given))
+        text = str(jax.make_jaxpr(lambda p, t: xj.score(p, config, t).logprobs_BT)(*given))
         return {int(size) for size in re.findall(r"f32\[1,(\d+),151936\]", text)}
 
     assert sizes(257) == {256}  # 148 MiB
     assert sizes(401) == {400} and sizes(500) == {167}  # 232 MiB, and 290 MiB in 3 parts
     assert sizes(401, "bfloat16") == {200}  # the gradient is half as large
     assert sizes(201, hidden_size=256) == {200} and sizes(257, hidden_size=256) == {128}
+
+
+# --- the result is `Scores`, whatever was asked for ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda scores: -scores,
+        lambda scores: scores * 2,
+        lambda scores: 1 - scores,
+        lambda scores: np.ones(2) - scores,
+        lambda scores: jnp.ones(2) * scores,
+        lambda scores: scores[0],
+        lambda scores: len(scores),
+        lambda scores: [*scores],
+        lambda scores: np.asarray(scores, np.float64),
+        lambda scores: jnp.mean(scores),
+        lambda scores: scores.sum(),
+        lambda scores: scores.shape,
+    ],
+)
+def test_scores_are_no_array(used):
+    scores = xj.types.Scores(np.zeros((1, 3), np.float32))
+    with pytest.raises((xj.InputError, AttributeError), match=r"score returns Scores, .* use \.logprobs_BT"):
+        used(scores)
+    assert not hasattr(scores, "logprobs") and repr(scores).startswith("Scores(logprobs_BT=float32[1, 3]")

@@ -141,7 +141,9 @@ def test_meshes(on_hopper, manual):
 def test_calls_in_the_gradient_of_score(on_hopper):
     config = xj.ModelConfig.from_hf(QWEN | dict(head_dim=16, num_hidden_layers=1))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
-    gradient = jax.jit(jax.grad(lambda params, ids_BT: xj.score(params, config, ids_BT, remat="layer").sum()))
+    gradient = jax.jit(
+        jax.grad(lambda params, ids_BT: xj.score(params, config, ids_BT, remat="layer").logprobs_BT.sum())
+    )
     traced = gradient.trace(params, jax.ShapeDtypeStruct((2, 128), jnp.int32))
     calls = re.findall(r"@__cudnn\$(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert sorted(calls) == ["fmhaSoftmax", "fmhaSoftmax", "fmhaSoftmaxBackward"]

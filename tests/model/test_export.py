@@ -33,7 +33,7 @@ def rollout(config):
 
 def training(config):
     def run(params, tokens_BT, num_tokens_B, key):
-        loss = lambda params: xj.score(params, config, tokens_BT, num_tokens_B).sum()  # noqa: E731
+        loss = lambda params: xj.score(params, config, tokens_BT, num_tokens_B).logprobs_BT.sum()  # noqa: E731
         return jax.grad(loss)(params), xj.forward(params, config, tokens_BT, None, num_tokens_B)[0]
 
     return run

@@ -89,7 +89,9 @@ def test_gradients_are_those_of_torch(name, request):
     batch = cases.pad_prompts(rows)
 
     def gradient(params, *batch, **how):
-        return jax.jit(jax.grad(lambda params: xj.score(params, config, *batch, **how).sum() / COUNT))(params)
+        return jax.jit(
+            jax.grad(lambda params: xj.score(params, config, *batch, **how).logprobs_BT.sum() / COUNT)
+        )(params)
 
     plain = gradient(params, *batch)
     found = {"torch": deviation(plain, torch_gradient(case, config, tensors))}

@@ -45,7 +45,7 @@ def others(model):
 
 
 def loss(params, config, *args, **how):
-    return xj.score(params, config, *args, **how).sum()
+    return xj.score(params, config, *args, **how).logprobs_BT.sum()
 
 
 slopes = jax.jit(jax.value_and_grad(loss), static_argnums=1, static_argnames="remat")

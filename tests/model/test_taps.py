@@ -186,8 +186,12 @@ def test_taps_of_score(model):
     taps = {0: xj.Tap(jnp.ones(config.hidden_size), add)}
     logits_BTV, _ = xj.forward(params, config, tokens_BT, taps=taps)
     want = jax.nn.log_softmax(logits_BTV)[np.arange(2)[:, None], np.arange(6), tokens_BT[:, 1:]]
-    np.testing.assert_allclose(xj.score(params, config, tokens_BT, taps=taps), want, rtol=1e-5, atol=1e-5)
-    gradient = jax.jit(jax.grad(lambda taps: xj.score(params, config, tokens_BT, taps=taps).sum()))(taps)
+    np.testing.assert_allclose(
+        xj.score(params, config, tokens_BT, taps=taps).logprobs_BT, want, rtol=1e-5, atol=1e-5
+    )
+    gradient = jax.jit(
+        jax.grad(lambda taps: xj.score(params, config, tokens_BT, taps=taps).logprobs_BT.sum())
+    )(taps)
     assert np.abs(gradient[0].args).max() > 0
     with pytest.raises(InputError, match="score returns no hidden states that taps read: use run_model"):
         xj.score(params, config, tokens_BT, taps={0: xj.Tap(read=True)})

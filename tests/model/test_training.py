@@ -34,7 +34,7 @@ def config_of(name, **changes):
 
 
 def loss(params, config, tokens_BT, num_tokens_B=None, **how):
-    return xj.score(params, config, tokens_BT, num_tokens_B, **how).sum()
+    return xj.score(params, config, tokens_BT, num_tokens_B, **how).logprobs_BT.sum()
 
 
 gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
@@ -103,8 +103,8 @@ def test_the_outputs_of_every_layer_have_names(name):
 def test_packed_texts_are_the_texts_alone(model):
     params, config, want = model
     (tokens_BT, num_tokens_B), (row_1T, ids_1T) = padded(), packed()
-    alone_BT = score(params, config, tokens_BT, num_tokens_B)
-    together_1T = score(params, config, row_1T, segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, tokens_BT, num_tokens_B).logprobs_BT
+    together_1T = score(params, config, row_1T, segment_ids_BT=ids_1T).logprobs_BT
     at = 0
     for text, alone_T in zip(TEXTS, alone_BT, strict=True):
         np.testing.assert_allclose(
@@ -126,8 +126,10 @@ def test_packed_queries_are_scaled_by_positions_in_their_texts():
     assert beta and length < len(texts[1])
     params = cases.params_from(config, cases.random_tensors(config, 3))
     ids_1T = np.repeat(np.arange(2), [*map(len, texts)])[None]
-    alone_BT = score(params, config, *cases.pad_prompts(texts))
-    together_1T = score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
+    alone_BT = score(params, config, *cases.pad_prompts(texts)).logprobs_BT
+    together_1T = score(
+        params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T
+    ).logprobs_BT
     size = len(texts[1]) - 1
     np.testing.assert_allclose(together_1T[0, -size:], alone_BT[1, :size], atol=1e-5)
 
@@ -295,7 +297,7 @@ def test_loops_that_end_with_their_rows_have_no_gradient():
         logits_BV, cache = xj.prefill(params, config, tokens_BT[:, :5], np.int32([5]), cache)
         keys = jax.random.split(jax.random.key(0), 1)
         out = xj.decode_loop(params, config, logits_BV, cache, keys, xj.SamplingConfig(), [], 3)
-        return score(params, config, out.tokens_BT).sum() if score else out.logprobs_BT.sum()
+        return score(params, config, out.tokens_BT).logprobs_BT.sum() if score else out.logprobs_BT.sum()
 
     for f, want in (
         (chunked, "prefill in chunks of 512 has no reverse-mode gradient: give forward the cache"),
@@ -317,7 +319,7 @@ def test_final_norm_decides_the_dtype_of_activations():
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
     want, got = (
-        jax.jit(jax.grad(lambda p, f=f: xj.score(f(p), config, tokens_BT).sum()))(master)
+        jax.jit(jax.grad(lambda p, f=f: xj.score(f(p), config, tokens_BT).logprobs_BT.sum()))(master)
         for f in (lambda params: params, cast)
     )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -326,4 +328,4 @@ def test_final_norm_decides_the_dtype_of_activations():
         mixed = params | dict(final_norm=norm["final_norm"])
         hidden_BTD, _ = jax.eval_shape(lambda p: xj.hidden_states(p, config, tokens_BT), mixed)
         assert hidden_BTD.dtype == mixed["final_norm"].dtype
-        assert jax.eval_shape(lambda p: xj.score(p, config, tokens_BT), mixed).dtype == np.float32
+        assert jax.eval_shape(lambda p: xj.score(p, config, tokens_BT).logprobs_BT, mixed).dtype == np.float32

@@ -26,7 +26,7 @@ def lowered(layers):
         lambda: xj.params.stack_layers(xj.init_params(config, jax.random.key(0), "float32"), config)
     )
     tokens_BT = jax.ShapeDtypeStruct((2, 16), np.int32)
-    loss = lambda params, tokens_BT: xj.score(params, config, tokens_BT).sum()  # noqa: E731
+    loss = lambda params, tokens_BT: xj.score(params, config, tokens_BT).logprobs_BT.sum()  # noqa: E731
     return jax.jit(jax.grad(loss)).lower(params, tokens_BT)
 
 

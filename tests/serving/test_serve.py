@@ -392,7 +392,7 @@ def test_a_prompt_of_the_whole_context_is_scored(server, model):
             (choice,) = server.ask("completion", **body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
             assert choice["finish_reason"] == "length" and choice["token_ids"] == []
-        wanted = xj.score(model.params, model.config, jax.numpy.array([ids]))[0]
+        wanted = xj.score(model.params, model.config, jax.numpy.array([ids])).logprobs_BT[0]
         assert len(logprobs) == len(ids) and logprobs[0] is None
         np.testing.assert_allclose(logprobs[1:], wanted, atol=1e-3)
     for wrong in (dict(prompt=[*ids, 5], max_tokens=0, echo=True), dict(prompt=ids, max_tokens=1)):

@@ -543,7 +543,7 @@ def odd_tree_of_a_user() -> None:
     assert again["embed"]["weight"].sharding.shard_shape((260, 48)) == (65, 48)
 
     def loss(params: Any) -> jax.Array:
-        return -jnp.mean(xj.score(params, config, TOKENS, LENGTHS))
+        return -jnp.mean(xj.score(params, config, TOKENS, LENGTHS).logprobs_BT)
 
     wanted, of_users, of_loaded = (jax.jit(jax.grad(loss))(p) for p in (one.params, users, over.params))
     rows = np.asarray(of_loaded["embed"]["weight"])
@@ -653,7 +653,7 @@ def rows_over_data() -> None:
         assert_close(found[1], wanted[1], 1e-5)
         assert all(x.sharding.spec[:1] == ("data",) for x in jax.tree.leaves(found[2].layers)), found[2]
         if name == "qwen3_next":
-            score = lambda params, *inputs: xj.score(params, config, *inputs).sum()  # noqa: B023, E731
+            score = lambda params, *inputs: xj.score(params, config, *inputs).logprobs_BT.sum()  # noqa: B023, E731
             gradients = [jax.jit(jax.grad(score))(*given[:3]) for given in (args, (params, *inputs))]
             jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
 
@@ -674,7 +674,7 @@ def training() -> None:
 
     def gradient(params: Any, arrays: Any, place: Any = None, **how: Any) -> Any:
         def loss(params: Any, tokens_BT: Any, arrays: Any) -> jax.Array:
-            return xj.score(params, config, tokens_BT, **arrays, **how).sum()
+            return xj.score(params, config, tokens_BT, **arrays, **how).logprobs_BT.sum()
 
         return jax.jit(jax.grad(loss))(params, *jax.device_put((TOKENS, arrays), place))
 
@@ -712,7 +712,10 @@ def adapters() -> None:
         ):
             wanted, found = (forward(make(x.params), x.config, TOKENS)[0] for x in (one, over))
             assert_close(found, wanted, 1e-5)
-        loss = lambda x, params, config: xj.score(xj.lora.with_adapter(params, x), config, TOKENS).sum()  # noqa: E731
+
+        def loss(x, params, config):
+            return xj.score(xj.lora.with_adapter(params, x), config, TOKENS).logprobs_BT.sum()
+
         gradient = jax.jit(jax.grad(loss), static_argnums=2)
         gradients = [gradient(loaded, x.params, x.config) for x in (one, over)]
         jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
@@ -789,7 +792,7 @@ def explicit_axes() -> None:
         out = xj.decode_loop(params, config, logits_BV, cache, keys, xj.SamplingConfig(), jnp.array([3]), 4)
 
         def loss(params):
-            scores_BT = xj.score(params, config, tokens_BT, num_tokens_B)
+            scores_BT = xj.score(params, config, tokens_BT, num_tokens_B).logprobs_BT
             return scores_BT.sum(), scores_BT
 
         gradients, scores_BT = jax.grad(loss, has_aux=True)(params)
@@ -821,10 +824,12 @@ def explicit_axes() -> None:
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec("data"))
     with jax.set_mesh(mesh):  # "model" stays Explicit in the shard_map
         explicit = jax.device_put(params, xj.params.shardings(config, mesh))
-        score = lambda params, tokens_BT: xj.score(params, config, tokens_BT)  # noqa: E731
+        score = lambda params, tokens_BT: xj.score(params, config, tokens_BT).logprobs_BT  # noqa: E731
         apart = jax.jit(jax.shard_map(score, **specs, axis_names={"data"}))
         assert_close(
-            apart(explicit, jax.device_put(inputs[0], rows)), xj.score(params, config, inputs[0]), 1e-4
+            apart(explicit, jax.device_put(inputs[0], rows)),
+            xj.score(params, config, inputs[0]).logprobs_BT,
+            1e-4,
         )
     for tree in auto, explicit:  # outside a trace the second call compiles nothing
         xj.forward(tree, config, TOKENS, num_tokens_B=LENGTHS)

@@ -38,5 +38,5 @@ def check(model: xj.Model, ids: list[int], answer: xj.types.Answer, params=None)
     found = score(other, model.config, padded_1T, count_1, return_routed_experts=True).routed_experts
     assert (found != free.routed_experts).any()
     replayed = score(params, model.config, padded_1T, count_1, routed_experts=given)
-    own = np.asarray(replayed)[0, len(ids) - 1 : len(tokens) - 1]
+    own = np.asarray(replayed.logprobs_BT)[0, len(ids) - 1 : len(tokens) - 1]
     np.testing.assert_allclose(own, answer.logprobs, atol=1e-4)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..annotations import AnyArray, Dtype
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
@@ -26,8 +27,8 @@ class LowRank(NamedTuple):
         b: [O, R]; of a layer's experts [X, O, R].
     """
 
-    a: Any
-    b: Any
+    a: AnyArray
+    b: AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class Adapter:
 
     matrices: dict[str, LowRank]
     scales: tuple[float, ...] = dataclasses.field(metadata=dict(static=True))
-    norms: dict[str, Any] = dataclasses.field(default_factory=dict)
+    norms: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
 
     def scale_of(self) -> dict[str, float]:
         """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
@@ -110,7 +111,7 @@ def init_adapter(
     targets: Sequence[str] | None = None,
     *,
     alpha: float | None = None,
-    dtype: Any = "float32",
+    dtype: Dtype = "float32",
 ) -> Adapter:
     """Returns a new adapter, which changes nothing yet: a is random, uniform as PEFT's, and b zero.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
@@ -48,7 +49,7 @@ def load_adapter(
     config: ModelConfig,
     path_or_repo_id: str | Path,
     *,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     base: str | None = None,
     max_rank: int | None = None,
 ) -> Adapter:

@@ -270,7 +270,7 @@ def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:
     """Raises BodyError where an answer cannot have min_tokens tokens. given: the body has the field."""
-    least = options.sampling.min_tokens  # type: ignore[union-attr]
+    least: Any = options.sampling.min_tokens  # type: ignore[union-attr]
     most = options.max_tokens
     if given and least > most:
         raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from .. import kernels_pallas
+from ..annotations import Dtype
 from ..cache.kv_cache import empty_layers
 from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig
@@ -30,7 +31,7 @@ def kernels_used(
     config: ModelConfig,
     impl: str | None = None,
     rows: int = 1,
-    cache_dtype: Any = None,
+    cache_dtype: Dtype | None = None,
     capacity: int | None = None,
 ) -> dict[str, kernels_pallas.Selection]:
     """Returns which implementation serves each kernel in a `generate` call, and why.

@@ -3,16 +3,19 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 
 from ..checkpoint.loading import load_model
 from ..engine.engine import Engine
+from ..engine.engine_options import EngineSettings
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions
 from .input_lines import Line, json_default
 from .line_request import LineDefaults, LineRequest
+
+Column: TypeAlias = np.ndarray | Sequence[object]
 
 
 class DatasetGenerator:
@@ -23,7 +26,7 @@ class DatasetGenerator:
     def __init__(  # noqa: PLR0913  a public function
         self, model: str | None = None, options: GenerateOptions | None = None, *, seed: int = 0,
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
-        activations: str | None = None, escape_control_tokens: bool = True, **engine: Any,
+        activations: str | None = None, escape_control_tokens: bool = True, **engine: Unpack[EngineSettings],
     ):  # fmt: skip
         """Args:
         model, dtype, quantize, activations: as in `load_model`.
@@ -38,7 +41,7 @@ class DatasetGenerator:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_engine": None}
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, Column]) -> dict[str, Column]:
         """Returns the columns of the batch and of its answers: `text`, `finish_reason`, `prompt_tokens`,
         `completion_tokens`, and `error` ("" if there is none).
 
@@ -60,7 +63,7 @@ class DatasetGenerator:
             self._defaults = LineDefaults.make(model, *self._default_arguments)
             if (n := self._defaults.options.n) != 1:
                 raise InputError(f"options.n={n}: a row holds one answer, repeat the prompts instead")
-            engine = Engine(model, **dict(warm_up=True) | self._engine_arguments)
+            engine = Engine(model, **EngineSettings(warm_up=True) | self._engine_arguments)
             self._defaults.check(engine)
             self._engine = engine
         prompts = [json.dumps(value, default=json_default) for value in batch[column]]  # Arrow nests arrays

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -19,7 +19,7 @@ from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..engine.engine import Engine
-from ..engine.engine_options import EngineOptions
+from ..engine.engine_options import EngineOptions, EngineSettings
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.held_adapters import with_adapters_read
 from ..errors import InputError, format_value
@@ -33,6 +33,42 @@ from .run_settings import run_settings
 _QUEUED_LINES = 16  # parsed lines that wait to be submitted
 _SYNC_SECONDS = 1.0  # between two syncs of the output
 _LOG_SECONDS = 60.0  # between two progress lines, where standard error is no terminal
+
+
+class BatchReport(TypedDict):
+    """Counts, rates and times of a call of `generate_file`.
+
+    Attributes:
+        answered, errors: lines of this call, with an answer and with an error.
+        finished_before: lines that earlier calls finished.
+        errors_before: lines with an error among these.
+        stopped: whether `stop` was set before the end of the file.
+        seconds: from the start of the engine to the last answer.
+        lines_per_second: answered lines and lines with errors.
+        prefill_tokens, generated_tokens: tokens of the prompts that were computed, and of the answers.
+        prefill_tokens_per_second, generated_tokens_per_second: these per second.
+        hits: the fraction of prompt tokens that the prefix cache had.
+        preemptions: how often a row was preempted.
+        finish_reasons: how many answers ended by each finish_reason.
+        ttft_seconds, tpot_seconds: as in `EngineStats`.
+    """
+
+    answered: int
+    errors: int
+    finished_before: int
+    errors_before: int
+    stopped: bool
+    seconds: float
+    lines_per_second: float
+    prefill_tokens: int
+    generated_tokens: int
+    prefill_tokens_per_second: float
+    generated_tokens_per_second: float
+    hits: float
+    preemptions: int
+    finish_reasons: dict[str, int]
+    ttft_seconds: list[float] | None
+    tpot_seconds: list[float] | None
 
 
 def check_files(input: str | Path, output: str | Path) -> None:
@@ -81,8 +117,8 @@ def generate_file(  # noqa: PLR0913  a public function
     escape_control_tokens: bool = True,
     starting: AbstractContextManager[object] | None = None,
     data_parallel: int = 1,
-    **engine: Any,
-) -> dict[str, Any]:
+    **engine: Unpack[EngineSettings],
+) -> BatchReport:
     """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
     killed, call this again with the same arguments: it resumes, and ends with the same lines.
 
@@ -143,7 +179,7 @@ def generate_file(  # noqa: PLR0913  a public function
     return run.report()
 
 
-def follow_file(model: Model, **engine: Any) -> None:
+def follow_file(model: Model, **engine: Unpack[EngineSettings]) -> None:
     """What every process other than process 0 calls while process 0 runs `generate_file`, with the same
     model and engine.
     """
@@ -265,17 +301,17 @@ class _BatchRun:
             f" {100 * r['hits']:.0f}% of prompt tokens cached"
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> BatchReport:
         """Counts, rates and times of this run so far."""
         stats = self._engine.stats
         seconds = max(1e-9, time.monotonic() - self._start)
-        counts = {name: self._counts[name] for name in ("answered", "errors")}
-        sums = {name: getattr(stats, name) for name in ("prefill_tokens", "generated_tokens")}
-        rates = {f"{name}_per_second": count / seconds for name, count in sums.items()}
-        return dict(
-            **counts, finished_before=self._finished_before, errors_before=self._errors_before,
-            stopped=self._stopped, seconds=seconds, lines_per_second=self._counts.total() / seconds, **rates,
-            **sums,
+        return BatchReport(
+            answered=self._counts["answered"], errors=self._counts["errors"],
+            finished_before=self._finished_before, errors_before=self._errors_before,
+            stopped=self._stopped, seconds=seconds, lines_per_second=self._counts.total() / seconds,
+            prefill_tokens_per_second=stats.prefill_tokens / seconds,
+            generated_tokens_per_second=stats.generated_tokens / seconds,
+            prefill_tokens=stats.prefill_tokens, generated_tokens=stats.generated_tokens,
             hits=stats.hits / max(1, stats.hits + stats.prefill_tokens), preemptions=stats.preemptions,
             finish_reasons=dict(self._reasons), ttft_seconds=stats.ttft_seconds,
             tpot_seconds=stats.tpot_seconds,

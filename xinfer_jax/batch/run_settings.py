@@ -34,8 +34,9 @@ def run_settings(
     recorded = [field.name for field in dataclasses.fields(options) if field.metadata["recorded"]]
     engine = {name: getattr(options, name) for name in recorded}
     engine["room"] = max_request_tokens(model.config, options.capacity, options.pages)
-    if options.adapters:
-        digests = {name: adapter_digest(adapter).hex() for name, adapter in options.adapters.items()}
+    adapters: Any = options.adapters  # which `with_adapters_read` has read
+    if adapters:
+        digests = {name: adapter_digest(adapter).hex() for name, adapter in adapters.items()}
         engine |= dict(adapters=digests, max_adapters=options.max_adapters, max_rank=options.max_rank)
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
@@ -52,7 +53,7 @@ def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
     """The devices that the model is divided over; several numbers if engines differ in it."""
     mesh = concrete_mesh_of(model.params)
     own = mesh.shape[MODEL] if mesh else 1
-    sides = (side or [0] for side in (options.prefill_devices, options.decode_devices))
+    sides: Any = (side or [0] for side in (options.prefill_devices, options.decode_devices))
     sizes = [len(group) if is_sequence(group) else own for side in sides for group in side]
     return own if {*sizes} == {own} else sizes
 

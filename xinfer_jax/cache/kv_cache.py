@@ -1,7 +1,7 @@
 """The KV cache of a model: a layer cache for each layer, and the length of each row."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from ..annotations import Dtype
 from ..checks import array_module
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
@@ -17,7 +18,11 @@ from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
 from ..old_names import renamed_arguments
 from .contiguous import Contiguous
+from .layer_cache import LayerCache
 from .stored_kv import Stored, resolve_cache_dtype
+
+if TYPE_CHECKING:
+    from .paged import RoutePages
 
 
 @jax.tree_util.register_dataclass
@@ -36,17 +41,17 @@ class KVCache(ShortRepr):
         routed_experts: `RoutePages` with the experts that the tokens used; None: they are not recorded.
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple[LayerCache, ...]
     length_B: jax.Array
     overflow_B: jax.Array
     reached_B: jax.Array | None
-    longest_B: Any = dataclasses.field(default=None, repr=False)
-    routed_experts: Any = dataclasses.field(default=None, repr=False)
+    longest_B: jax.Array | None = dataclasses.field(default=None, repr=False)
+    routed_experts: "RoutePages | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
         """The layers with keys and values."""
-        return tuple(layer for layer in self.layers if layer.has_keys)
+        return tuple(cast(Contiguous, layer) for layer in self.layers if layer.has_keys)
 
     @property
     def k(self) -> tuple[Stored, ...]:
@@ -54,7 +59,7 @@ class KVCache(ShortRepr):
         return tuple(layer.k for layer in self.kv_layers)
 
     @property
-    def v(self) -> tuple[Any, ...]:
+    def v(self) -> tuple[Stored | None, ...]:
         """The values of each layer; None where `k` has them."""
         return tuple(layer.v for layer in self.kv_layers)
 
@@ -107,7 +112,11 @@ class KVCache(ShortRepr):
 @renamed_arguments(batch="rows")
 @in_default_modes
 def init_cache(
-    config: ModelConfig, rows: int = 1, capacity: int = 256, dtype: Any = None, mesh: Mesh | None = None
+    config: ModelConfig,
+    rows: int = 1,
+    capacity: int = 256,
+    dtype: Dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """An empty cache. A sliding-window layer keeps window + `RING_SLACK` - 1 slots, rounded up, if that is
     less than the capacity.
@@ -165,7 +174,7 @@ def init_cache(
 
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
-) -> tuple[Any, ...]:
+) -> tuple[LayerCache, ...]:
     """The empty cache of each mixer that has its own; dtype: of keys and values, as in `cache_dtype_of`."""
     return tuple(mixer.empty_cache(batch, capacity, dtype, mesh) for mixer in config.cached_mixers)
 
@@ -194,7 +203,7 @@ def check_append(cache: KVCache, tokens: int) -> None:
 
 
 def update_layers(
-    cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
+    cache: KVCache, layers: tuple[LayerCache, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
 ) -> KVCache:
     """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
     tokens' routes if it records them.

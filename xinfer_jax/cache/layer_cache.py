@@ -18,7 +18,7 @@ class LayerCache(ShortRepr):
     """
 
     has_keys: ClassVar[bool] = True  # keys and values of each token; False: a state of fixed size
-    capacity: Any  # int: tokens that a row can hold
+    capacity: int  # tokens that a row can hold
 
     @property
     def fits(self) -> tuple:

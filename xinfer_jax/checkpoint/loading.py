@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ..annotations import Dtype
 from ..backends.cpu import cpu_features
 from ..config.model_config import ModelConfig
 from ..device import run_in_blocks
@@ -128,7 +129,7 @@ class Checkpoint:
 @without_mesh_context
 def load_model(
     path_or_repo_id: str | Path | None = None,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     quantize: str | None = None,
     mesh: Mesh | None = None,
     activations: str | None = None,
@@ -168,7 +169,7 @@ def load_model(
 
 def open_checkpoint(
     path_or_repo_id: str | Path | None = None,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     quantize: str | None = None,
     mesh: Mesh | None = None,
     activations: str | None = None,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import plan_tensors, specs_and_leaves
@@ -59,7 +60,7 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     like: str | Path | None = None,
     max_shard_bytes: int = 5 << 30,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint directory: `load_model` and transformers' `AutoModelForCausalLM` open it.

@@ -187,10 +187,12 @@ class _Beams:
         """Prints the best sequence; nothing with JSON output, which has all of them."""
         with compile_status("searching", self.prepare):
             out = beam_search(self._model.params, self._model.config, self._ids, **self._arguments)
-        if not out.sequences:
+        (found,) = out.sequences
+        (scores,) = out.scores
+        if not found:
             raise InputError("no beam can be continued under these settings: loosen them")
         tokenizer: Any = self._model.tokenizer  # not None: it encoded the prompt
-        scored = zip(out.sequences, out.scores, strict=True)
+        scored = zip(found, scores, strict=True)
         sequences = [dict(text=tokenizer.decode(s), tokens=s, score=score) for s, score in scored]
         if self._flags.output == "text":
             write(f"{sequences[0]['text']}\n")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..batch.resumable_output import merge_shards
-from ..batch.run_batch import check_files, check_report, follow_file, generate_file
+from ..batch.run_batch import BatchReport, check_files, check_report, follow_file, generate_file
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
@@ -78,7 +78,7 @@ def merge_outputs(flags: Any) -> int:
     return int(failed > 0)
 
 
-def _format_report(r: dict[str, Any]) -> list[str]:
+def _format_report(r: BatchReport) -> list[str]:
     """A report as lines of text."""
     before = f", {r['finished_before']} were there before" if r["finished_before"] else ""
     lines = [
@@ -87,10 +87,10 @@ def _format_report(r: dict[str, Any]) -> list[str]:
         f" {100 * r['hits']:.0f}% of prompts from cached pages | decode: {r['generated_tokens']} tok"
         f" ({r['generated_tokens_per_second']:.1f} tok/s)",
     ]
-    for name in ("ttft", "tpot"):
-        if times := r[f"{name}_seconds"]:
+    for name, times in (("TTFT", r["ttft_seconds"]), ("TPOT", r["tpot_seconds"])):
+        if times:
             median, p90, p99 = (f"{1e3 * t:.0f}" for t in times)
-            lines.append(f"{name.upper()} {median} ms, 90th percentile {p90}, 99th {p99}")
+            lines.append(f"{name} {median} ms, 90th percentile {p90}, 99th {p99}")
     if r["finish_reasons"]:
         ends = ", ".join(f"{n} {reason}" for reason, n in sorted(r["finish_reasons"].items()))
         lines.append(f"answers ended by: {ends}")

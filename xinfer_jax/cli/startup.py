@@ -14,7 +14,6 @@ import jax
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
 from ..formats.files import checkpoint_path
-from ..layerwise.precompile import Precompiler
 from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
@@ -83,7 +82,7 @@ def chunks_with_status(answer: TextStream) -> Iterator[str]:
 
 
 @contextmanager
-def compile_status(work: str, prepare: Callable[[], Precompiler]) -> Iterator[None]:
+def compile_status(work: str, prepare: Callable[[], Any]) -> Iterator[None]:
     """A status line for work that waits for compilation, with the number of compiled programs."""
     with status("preparing"):
         precompiler = prepare()

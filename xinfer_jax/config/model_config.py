@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ..errors import InputError
 from ..registry import plugin
 from .layer_spec import ExpertsSpec, LayerSpec, MixerSpec
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """All numbers of a model; static under `jit`. Fields have the names of config.json.
+    """All numbers of a model. Fields have the names of config.json.
+
+    A config is a pytree without leaves, so it is static under `jit`: `jax.jit(f)(params, config, tokens_BT)`
+    needs no `static_argnums`, and another config compiles another program.
 
     Attributes:
         model_type: the family.
@@ -42,9 +47,13 @@ class ModelConfig:
         final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
         hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
-        eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
-        placeholder_ids: ids of images and sound, which no prompt may have, with their names. Not compared.
-        quantization_config: of config.json, if matrices are quantized as its files have them. Not compared.
+        eos_token_ids: ids that end an answer; from `load_model`, else (). `==` does not compare them, so
+            functions of this library share their programs. A function of yours that reads them under `jit` is
+            compiled for each, unless you pass the config by `static_argnums`, which asks `==`.
+        placeholder_ids: ids of images and sound, which no prompt may have, with their names.
+            As eos_token_ids.
+        quantization_config: of config.json, if matrices are quantized as its files have them. As
+            eos_token_ids.
     """
 
     model_type: str
@@ -188,6 +197,19 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct rotary embeddings of all mixers."""
         return tuple(dict.fromkeys(filter(None, map(self._rope_of, self.mixer_specs))))
+
+
+def flatten_config(config: ModelConfig) -> tuple[tuple[()], tuple[Any, ...]]:
+    """No leaves, and the config with all that `==` does not compare."""
+    kept = (
+        tuple(config.eos_token_ids),
+        tuple(config.placeholder_ids.items()),
+        repr(config.quantization_config),
+    )
+    return (), (config, *kept)
+
+
+jax.tree_util.register_pytree_with_keys(ModelConfig, flatten_config, lambda aux, _: aux[0])
 
 
 def _has_cache(spec: Any) -> bool:

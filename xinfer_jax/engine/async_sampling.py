@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import numpy as np
 
+from ..annotations import AnyArray
 from ..checks import check_integer, check_token_ids
 from ..errors import InputError, ShortRepr
 from ..generation.options import GenerateOptions, options_or_default
@@ -14,6 +16,7 @@ from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from .answers import Answer
+from .request_options import SampleFields
 from .requests import check_started
 
 
@@ -64,12 +67,12 @@ class AsyncSampling:
 
     async def sample(
         self,
-        ids: Any,
+        ids: Sequence[int] | AnyArray,
         options: GenerateOptions | None = None,
         *,
         seed: int | None = None,
         live: bool = False,
-        **how: Any,
+        **how: Unpack[SampleFields],
     ) -> SampleOutput:
         """Answers a prompt of token ids, while the event loop goes on. Needs no tokenizer. A task that is
         cancelled ends its request.
@@ -98,7 +101,7 @@ class AsyncSampling:
         ended = asyncio.Event()
         for engine in self._owner.engines:
             check_started(engine)
-        fields = dict(live=live, processed_logprobs=True, **how)
+        fields: dict[str, Any] = dict(live=live, processed_logprobs=True, **how)
         asked = fields.pop("request_options", None)
         (request,) = self._owner.make_requests([ids], options, asked, [key], fields)
         # Other tasks of `asyncio.gather` make their requests too. A step that began with the first one would

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -15,6 +15,7 @@ from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
+from ..processes.control_channel import ControlChannel
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from .controller import Follower, Leader, control_channel_for
@@ -22,7 +23,7 @@ from .core import EngineCore
 from .dispatcher import Dispatcher
 from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
-from .engine_options import EngineOptions
+from .engine_options import EngineOptions, EngineSettings
 from .held_adapters import with_adapters_read
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
@@ -52,11 +53,13 @@ class Engine(EngineLoop):
     """
 
     follower: Follower | None = None
-    channel: Any = None
+    channel: ControlChannel | None = None
     _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
     @without_mesh_context
-    def __init__(self, model: Model, options: EngineOptions | None = None, **settings: Any):
+    def __init__(
+        self, model: Model, options: EngineOptions | None = None, **settings: Unpack[EngineSettings]
+    ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
 
@@ -222,7 +225,7 @@ class Engine(EngineLoop):
         return updates
 
 
-def given_options(model: Any, options: EngineOptions | None, settings: dict[str, Any]) -> EngineOptions:
+def given_options(model: Model, options: EngineOptions | None, settings: EngineSettings) -> EngineOptions:
     """Returns the options of an engine, with adapters that are read. settings: in place of their fields.
     Raises InputError.
     """

@@ -6,7 +6,17 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+if TYPE_CHECKING:
+    import jax
+
+    from ..adapters.adapter import Adapter
+    from ..annotations import AnyArray, Dtype
+    from ..sampling.caller_processors import LogitsProcessor
+
+    Device: TypeAlias = int | jax.Device | Sequence[int | jax.Device]
 
 from ..old_names import keyword_options
 
@@ -80,24 +90,55 @@ class EngineOptions:
     chunk: int = _option(256, least=64)
     prefix_cache: bool = _option(True)
     time_slice: float = _option(0.5, least=0.0, most=1e9)
-    draft: str | None = _option(None, choices=("lookup", "none"))
+    draft: Literal["lookup", "none"] | None = _option(None, choices=("lookup", "none"))
     draft_tokens: int = _option(3, least=1, most=16)
-    cache_dtype: Any = _option(None, flag=False)
+    cache_dtype: "Dtype | None" = _option(None, flag=False)
     impl: str | None = _option(None, flag=False)
     warm_up: bool = _option(False, recorded=False)
     host_pages: int = _option(0, recorded=False, least=0)
-    page_directory: Any = _option(None, recorded=False)
+    page_directory: str | PathLike[str] | None = _option(None, recorded=False)
     page_directory_bytes: int = _option(2**34, recorded=False, least=1, most=2**60)
-    prefill_devices: Sequence[Any] | None = _option(None, flag=False, recorded=False)
-    decode_devices: Sequence[Any] | None = _option(None, flag=False, recorded=False)
-    role: str | None = _option(None, flag=False, recorded=False)
-    adapters: Mapping[str, Any] | None = _option(None, flag=False, recorded=False)
+    prefill_devices: "Sequence[Device] | None" = _option(None, flag=False, recorded=False)
+    decode_devices: "Sequence[Device] | None" = _option(None, flag=False, recorded=False)
+    role: Literal["prefill", "decode"] | None = _option(None, flag=False, recorded=False)
+    adapters: "Mapping[str, Adapter | str | PathLike[str]] | None" = _option(None, flag=False, recorded=False)
     max_adapters: int | None = _option(None, recorded=False, least=0)
     max_rank: int | None = _option(None, recorded=False, least=1)
     routed_experts: bool = _option(False)
     support: bool = _option(False, flag=False)
-    processors: Mapping[str, tuple[Any, Any]] | None = _option(None, flag=False)
-    taps: Mapping[str, Mapping[int, Any]] | None = _option(None, flag=False)
+    processors: "Mapping[str, tuple[LogitsProcessor, Any]] | None" = _option(None, flag=False)
+    taps: "Mapping[str, Mapping[int, AnyArray]] | None" = _option(None, flag=False)
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments: `Engine(model, rows=4)`. They have the
+    types that they have there.
+    """
+
+    rows: int
+    capacity: int | None
+    pages: int | None
+    chunk: int
+    prefix_cache: bool
+    time_slice: float
+    draft: Literal["lookup", "none"] | None
+    draft_tokens: int
+    cache_dtype: "Dtype | None"
+    impl: str | None
+    warm_up: bool
+    host_pages: int
+    page_directory: str | PathLike[str] | None
+    page_directory_bytes: int
+    prefill_devices: "Sequence[Device] | None"
+    decode_devices: "Sequence[Device] | None"
+    role: Literal["prefill", "decode"] | None
+    adapters: "Mapping[str, Adapter | str | PathLike[str]] | None"
+    max_adapters: int | None
+    max_rank: int | None
+    routed_experts: bool
+    support: bool
+    processors: "Mapping[str, tuple[LogitsProcessor, Any]] | None"
+    taps: "Mapping[str, Mapping[int, AnyArray]] | None"
 
 
 def option_texts() -> dict[str, str]:

@@ -6,14 +6,18 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack
+
+import jax
 
 from ..checkpoint.loading import Model
 from ..errors import InputError
-from ..generation.options import GenerateOutput
+from ..generation.options import GenerateOptions, GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
+from ..text import Prompt
 from .engine import Engine, given_options
-from .engine_options import EngineOptions
+from .engine_options import EngineOptions, EngineSettings
+from .request_options import ManyRequestFields, RequestOptions
 from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
@@ -33,7 +37,11 @@ class Engines(EngineBase):
     engines: Sequence[Engine] = ()  # type: ignore[assignment]  # a property of `EngineBase`
 
     def __init__(
-        self, model: Model, data_parallel: int, options: EngineOptions | None = None, **settings: Any
+        self,
+        model: Model,
+        data_parallel: int,
+        options: EngineOptions | None = None,
+        **settings: Unpack[EngineSettings],
     ):
         """Creates the engines in parallel.
 
@@ -72,10 +80,18 @@ class Engines(EngineBase):
     def forget_prompts(self) -> None:
         self._router.given.clear()
 
-    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        request_options: RequestOptions | None = None,
+        *,
+        key: jax.Array | None = None,
+        **fields: Unpack[ManyRequestFields],
+    ) -> list[GenerateOutput]:
         """`Engine.generate`, by all engines."""
         self.__enter__()
-        return super().generate(*args, **kwargs)
+        return super().generate(prompts, options, request_options, key=key, **fields)
 
     def __enter__(self) -> Self:
         with self._lock:

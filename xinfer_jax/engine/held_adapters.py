@@ -3,9 +3,10 @@ engines that one stands for, and nothing is compiled.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,14 @@ def with_adapters_read(model: Model, options: EngineOptions) -> EngineOptions:
     return dataclasses.replace(options, adapters=adapters, max_adapters=most, max_rank=rank)
 
 
-def _loaded(model: Model, adapter: Adapter | str | Path, max_rank: int | None) -> Adapter:
+def _loaded(model: Model, adapter: Adapter | str | PathLike[str], max_rank: int | None) -> Adapter:
     """What is not the path or hub name of an adapter stays as it is."""
-    if isinstance(adapter, str | Path):
-        return load_adapter(model.config, adapter, base=model.name, max_rank=max_rank)
+    if isinstance(adapter, str | PathLike):
+        return load_adapter(model.config, os.fspath(adapter), base=model.name, max_rank=max_rank)
     return adapter
 
 
-def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path) -> Adapter:
+def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | PathLike[str]) -> Adapter:
     """An adapter as the parameters of an engine of this shape take it. Raises InputError where it is not one
     that a row may have there.
     """
@@ -100,7 +101,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
         running = (held for loop in loops for held in getattr(loop, "adapters_in_use", ()))
         return {*self.values(), *running}
 
-    def add_all(self, adapters: Mapping[str, Adapter] | None) -> None:
+    def add_all(self, adapters: "Mapping[str, Adapter | str | PathLike[str]] | None") -> None:
         """`add` of each; where one fails, the engine is closed."""
         try:
             for name, adapter in (adapters or {}).items():
@@ -110,7 +111,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
             raise
 
     @without_mesh_context
-    def add(self, name: str, adapter: Adapter | str | Path) -> None:
+    def add(self, name: str, adapter: Adapter | str | PathLike[str]) -> None:
         """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
 
         Args:
@@ -132,7 +133,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
     def update(
         self,
         name: str,
-        adapter: Adapter | str | Path,
+        adapter: Adapter | str | PathLike[str],
         *,
         version: int | None = None,
         mode: str = "continue",

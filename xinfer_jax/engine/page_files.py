@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hmac import compare_digest
 from itertools import takewhile
+from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -46,7 +47,7 @@ class PageFiles:
         num_writing: pages that are being written.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int):
+    def __init__(self, directory: str | PathLike[str], max_bytes: int):
         self._directory = Path(directory).expanduser()
         self._max_bytes = max_bytes
         self._secret = folder_secret(self._directory, "give another --page_directory")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -10,6 +11,48 @@ from ..checks import check_integer
 from ..errors import InputError, format_value
 from ..old_names import keyword_options
 from .device_programs import MAX_LOGPROBS
+
+
+class _SharedFields(TypedDict, total=False):
+    """The fields of `RequestOptions` that all methods take by their names."""
+
+    priority: int
+    deadline: float | None
+    salt: str
+    share_answers: bool
+    prompt_logprobs_from: int
+    client: str
+    received: float | None
+    escape_control_tokens: bool
+    skip_special_tokens: bool
+    content_after: str | None
+    return_routed_experts: bool
+    return_support: bool
+
+
+class RequestFields(_SharedFields, total=False):
+    """The fields of `RequestOptions` as keyword arguments of `submit`: `submit(prompt, priority=3)`."""
+
+    prompt_logprobs: int | None
+    live: bool
+    processed_logprobs: bool
+    adapter: str | None
+
+
+class ManyRequestFields(_SharedFields, total=False):
+    """`RequestFields` of several prompts: the adapter may be a list with one for each."""
+
+    prompt_logprobs: int | None
+    live: bool
+    processed_logprobs: bool
+    adapter: str | Sequence[str | None] | None
+
+
+class SampleFields(_SharedFields, total=False):
+    """The keyword arguments of `sample` that are as of `submit`."""
+
+    adapter: str | None
+    request_options: "RequestOptions | None"
 
 
 @keyword_options(return_routes="return_routed_experts")

@@ -119,7 +119,7 @@ class Request:
             token_versions=[answer.token_versions for answer in answers],
             adapter=self.adapter.name if self.adapter else None,
             adapter_versions=[answer.adapter_versions for answer in answers] if self.adapter else None,
-            routed_experts=[answer.routed_experts for answer in answers]
+            routed_experts=[answer.routed_experts for answer in answers if answer.routed_experts is not None]
             if asked.return_routed_experts
             else None,
             support=[answer.support for answer in answers] if asked.return_support else None,

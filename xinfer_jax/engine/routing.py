@@ -99,7 +99,7 @@ def create_role_engines(create: Callable[..., Any], model: Model, options: Engin
     """
     names = ("prefill_devices", "decode_devices")
     sides = {name: _device_groups(name, getattr(options, name), model) for name in names}
-    roles = [name.partition("_")[0] for name, groups in sides.items() for _ in groups]
+    roles: list[Any] = [name.partition("_")[0] for name, groups in sides.items() for _ in groups]
     groups = [group for side in sides.values() for group in side]
     own = dataclasses.replace(options, prefill_devices=None, decode_devices=None, adapters=None)
     each = [dataclasses.replace(own, role=role) for role in roles]

@@ -4,8 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
@@ -28,11 +27,13 @@ from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
 from .held_adapters import HeldAdapters
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
+from .part_method import PartMethod
 from .pausing import Pausing
 from .replay import AdapterVersions, replay_answer
-from .request_options import RequestOptions
+from .request_options import ManyRequestFields, RequestFields, RequestOptions
 from .requests import Request
 from .row import Row
+from .shape import EngineShape
 from .statistics import EngineStats, collect_stats
 from .weight_updates import WeightUpdates
 
@@ -149,6 +150,10 @@ def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
     return list(answer_keys(check_key(keys, prompts), *numbers)[:, None])
 
 
+# The key of each prompt, as of `submit`, in a list; or the key of `generate`.
+Keys = jax.Array | Sequence[jax.Array | None] | None
+
+
 class EngineBase:
     """The common methods of `Engine` and `Engines`.
 
@@ -157,22 +162,21 @@ class EngineBase:
         updating: is held by a change of weights or adapters: there is one at a time.
     """
 
-    shape: Any  # `EngineShape`
+    shape: EngineShape
     error: BaseException | None = None
     name = "the engine"
     processors = HeldProcessors(None)
     taps = HeldVectors(None, {}, None)
     # Methods of the parts.
-    update = property(attrgetter("weights.update"))
-    version = property(attrgetter("weights.version"))
-    add_adapter = property(attrgetter("adapters.add"))
-    update_adapter = property(attrgetter("adapters.update"))
-    remove_adapter = property(attrgetter("adapters.remove"))
-    pause = property(attrgetter("pausing.pause"))
-    resume = property(attrgetter("pausing.resume"))
-    release_cache = property(attrgetter("pausing.release_cache"))
-    restore_cache = property(attrgetter("pausing.restore_cache"))
-    sample = property(attrgetter("sampling.sample"))
+    update = PartMethod("weights", WeightUpdates.update)
+    add_adapter = PartMethod("adapters", HeldAdapters.add)
+    update_adapter = PartMethod("adapters", HeldAdapters.update)
+    remove_adapter = PartMethod("adapters", HeldAdapters.remove)
+    pause = PartMethod("pausing", Pausing.pause)
+    resume = PartMethod("pausing", Pausing.resume)
+    release_cache = PartMethod("pausing", Pausing.release_cache)
+    restore_cache = PartMethod("pausing", Pausing.restore_cache)
+    sample = PartMethod("sampling", AsyncSampling.sample)
 
     def __init__(self) -> None:
         self.updating = threading.Lock()
@@ -181,14 +185,31 @@ class EngineBase:
         self.pausing = Pausing(self)
         self.sampling = AsyncSampling(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns a size: an attribute of the shape."""
-        if name == "shape" or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.shape, name)
+    if TYPE_CHECKING:  # attributes of the shape that callers read
+        rows: int
+        capacity: int
+        pages: int
+        chunk: int
+        impl: str | None
+        routed_experts: bool
+        usable_capacity: int
+        num_draft_tokens: int
+        weight_bytes: int
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns a size: an attribute of the shape."""
+            if name == "shape" or name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.shape, name)
 
     @property
-    def engines(self) -> Sequence[Any]:
+    def version(self) -> int:
+        """The version of the weights: how often `update` replaced them."""
+        return self.weights.version
+
+    @property
+    def engines(self) -> "Sequence[EngineBase]":
         """The engines that answer: this one."""
         return (self,)
 
@@ -210,7 +231,7 @@ class EngineBase:
         request_options: RequestOptions | None = None,
         *,
         key: jax.Array | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Request:
         """`submit_many` of one prompt, with the same arguments. Its tokens are those of
         `generate([ids], options, key=key)`.
@@ -224,8 +245,8 @@ class EngineBase:
         options: GenerateOptions | Sequence[GenerateOptions] | None = None,
         request_options: RequestOptions | None = None,
         *,
-        keys: Any = None,
-        **fields: Any,
+        keys: Keys = None,
+        **fields: Unpack[ManyRequestFields],
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -247,14 +268,20 @@ class EngineBase:
 
     @without_mesh_context
     def make_requests(
-        self, prompts: Any, options: Any, asked: RequestOptions | None, keys: Any, fields: Mapping[str, Any]
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | Sequence[GenerateOptions] | None,
+        asked: RequestOptions | None,
+        keys: Keys,
+        fields: Mapping[str, object],
     ) -> list[Request]:
         """Returns the requests that `submit_many` queues, after all checks of its arguments."""
         self.check_open()
         if not is_sequence(prompts):
             what = "a list of ids, texts or conversations"
             raise InputError(f"prompts must be {what}, got {format_value(prompts)}")
-        asked = dataclasses.replace(asked or RequestOptions(), **fields)
+        given: dict[str, Any] = dict(fields)
+        asked = dataclasses.replace(asked or RequestOptions(), **given)
         prompt_keys = _prompt_keys(keys, len(prompts))
         each = _per_prompt("options", options, len(prompts))
         adapters = _per_prompt("adapters", asked.adapter, len(prompts))
@@ -280,12 +307,13 @@ class EngineBase:
         request_options: RequestOptions | None = None,
         *,
         key: jax.Array | None = None,
-        **fields: Any,
+        **fields: Unpack[ManyRequestFields],
     ) -> list[GenerateOutput]:
         """Answers of many prompts in their order, equal to those of `xj.generate` with the same key. Other
         arguments are as of `submit_many`.
         """
-        requests = self.submit_many(prompts, options, request_options, keys=key, **dict(live=False) | fields)
+        fields.setdefault("live", False)
+        requests = self.submit_many(prompts, options, request_options, keys=key, **fields)
         try:
             return [request.result() for request in requests]
         finally:
@@ -311,17 +339,19 @@ class EngineBase:
             InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
                 prompts and answers are on meshes of other sizes, or in several processes.
         """
-        engine = self.engines[-1]  # of several one that decodes
+        engine: Any = self.engines[-1]  # of several one that decodes
         if engine.channel:
             raise InputError("replay needs an engine of one process: make one of this shape")
-        if len({len(each.model.params["final_norm"].devices()) for each in self.engines}) > 1:
+        engines: Sequence[Any] = self.engines
+        if len({len(each.model.params["final_norm"].devices()) for each in engines}) > 1:
             raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
         return replay_answer(engine, engine.core, answer, params, adapters or {})
 
     @property
     def stats(self) -> EngineStats:
         """What the engine does now and did so far."""
-        return collect_stats(self.engines, [engine.counters for engine in self.engines])
+        engines: Sequence[Any] = self.engines
+        return collect_stats(engines, [engine.counters for engine in engines])
 
     @property
     def alive(self) -> bool:
@@ -330,6 +360,14 @@ class EngineBase:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def enqueue(self, requests: list[Request]) -> None:
+        """Takes requests, from any thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends all requests with an error. No method can be called any more."""
+        raise NotImplementedError
 
     def check_open(self) -> None:
         for engine in (*self.engines, self):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..modes import in_default_modes
@@ -146,7 +147,7 @@ def plan_tensors(
 
 @in_default_modes
 def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, Any], *, dtype: Any = None, mesh: Any = None
+    config: ModelConfig, tensors: Mapping[str, Any], *, dtype: Dtype | None = None, mesh: Mesh | None = None
 ) -> Params:
     """Returns the parameter tree of a Hugging Face checkpoint's tensors: the inverse of `params_to_tensors`.
     A pure function, also under `jit`.

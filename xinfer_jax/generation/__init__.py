@@ -10,7 +10,7 @@ rounds up the sizes of arrays; `loop` is the traced one, which makes one program
 `executor_choice` chooses one. `strategies` says what a decoding strategy is, and has the plain one;
 `speculation` (with `drafting`) and `beam_steps` are the others, all written over an executor. `functional`
 has `prefill`, `decode_step` and `decode_loop`, `rollouts` rows for training, `beams` `beam_search`, `scoring`
-`score` (with `score_masks`).
+`score` (with `scores` and `score_masks`).
 
 - All that differs between rows (settings, keys, limits, EOS ids) is an array of the state. So a row that
   joins or ends changes no program. Rows and lengths are rounded up to powers of two; padding rows have ended.

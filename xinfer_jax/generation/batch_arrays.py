@@ -45,8 +45,9 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     _, fraction = _mesh_of(call.params)
     parts = dict(weights=tree_bytes(call.params), cache=0)
     models = [(call.params, config)] if options.use_cache else []
-    if hasattr(options.draft, "params"):  # needs the cache
-        models.append((options.draft.params, options.draft.config))
+    draft: Any = options.draft
+    if hasattr(draft, "params"):  # needs the cache
+        models.append((draft.params, draft.config))
     for tree, model in models:
         dtype = options.cache_dtype or cache_dtype(tree)
         parts["cache"] += cache_bytes(model, rows, call.capacity, dtype)

@@ -16,7 +16,7 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row
 from .executor import Executor, Run, RunnableModel, run_program
-from .executor_choice import compile_ahead, executor_class
+from .executor_choice import Compilation, compile_ahead, executor_class
 from .loop import TracedExecutor
 from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
@@ -111,7 +111,7 @@ class BatchGenerator:
             cache = new_cache(call, call.params, call.config, call.capacity, call.prompt_rows)
         return cache, self._drafting and self._drafting.new_cache()
 
-    def precompile(self) -> tuple[Any, int]:
+    def precompile(self) -> tuple[Compilation, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
         compiler, and how many programs come before the first token.
         """

@@ -28,7 +28,7 @@ from ..weights.params import Params, tree_bytes
 from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
 from .executor import Executor, RunnableModel, bucket
-from .executor_choice import compile_ahead, executor_class
+from .executor_choice import Compilation, compile_ahead, executor_class
 from .options import GenerateOptions
 from .output_checks import check_overflow
 from .validation import ValidatedCall, validate_call
@@ -41,24 +41,25 @@ _MAX_DIGITS = 30  # of length ** length_penalty: float32 has 38, and sums need s
 
 @dataclasses.dataclass(repr=False)
 class BeamOutput:
-    """What `beam_search` returns, the best sequences first. For a list of prompts: one list per prompt.
+    """What `beam_search` returns: an entry for each prompt, in which the best sequence is the first. A single
+    prompt has the entry 0.
 
     Attributes:
-        sequences: new ids, with the EOS id that ended them.
-        scores: sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+        sequences: for each prompt the new ids of each sequence, with the EOS id that ended them.
+        scores: for each prompt the score of each sequence: sum of log-probabilities / (new tokens, EOS
+            included) ** length_penalty.
         stats: the cost of the call. Rows are prompts. Tokens are those of the best sequence of each prompt,
             which are known only at the end.
     """
 
-    sequences: list[list[int]] | list[list[list[int]]]
-    scores: list[float] | list[list[float]]
+    sequences: list[list[list[int]]]
+    scores: list[list[float]]
     stats: GenerateStats = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
-        several = bool(self.scores) and isinstance(self.scores[0], list)
-        prompts = [f"{len(self.scores)} prompts"] if several else []
-        sequences = list(itertools.chain(*self.sequences)) if several else self.sequences
-        return f"BeamOutput({', '.join([*prompts, format_token_counts(sequences, 'sequence')])})"
+        prompts = f"{len(self.scores)} prompt{'' if len(self.scores) == 1 else 's'}"
+        sequences = list(itertools.chain(*self.sequences))
+        return f"BeamOutput({prompts}, {format_token_counts(sequences, 'sequence')})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,8 @@ def beam_search(  # noqa: PLR0913  a public function
             The beams of a prompt have equal keys.
 
     Returns:
-        Sequences and scores, num_return_sequences per prompt: fewer if the settings leave fewer, and none if
-        no beam has a token left that it may choose.
+        `BeamOutput`, with num_return_sequences sequences and scores per prompt: fewer if the settings leave
+        fewer, and none if no beam has a token left that it may choose.
 
     Raises:
         InputError: an invalid prompt, setting or key; before anything is traced.
@@ -163,8 +164,6 @@ def beam_search(  # noqa: PLR0913  a public function
     stats.compile_seconds = compiling.seconds
     stats.count(setup, compiling, prefilling, searching)
     stats.peak_bytes = peak_bytes()
-    if search.single:
-        return BeamOutput(sequences[0], scores[0], stats)
     return BeamOutput(sequences, scores, stats)
 
 
@@ -181,8 +180,8 @@ class BeamSearchPlan:
         key: jax.Array | None,
     ):
         """Checks the arguments, which are as of `beam_search`. The parameters may be shapes."""
-        self.single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
-        self.call = call = validate_call(params, config, [ids] if self.single else ids, options, key)
+        is_single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
+        self.call = call = validate_call(params, config, [ids] if is_single else ids, options, key)
         beams = check_integer("num_beams", settings.num_beams, 1)
         returned = beams if settings.num_return_sequences is None else settings.num_return_sequences
         self.returned = check_integer("num_return_sequences", returned, 1)
@@ -204,7 +203,7 @@ class BeamSearchPlan:
         call = self.call
         return new_cache(call, call.params, call.config, call.capacity, call.rows)
 
-    def prepare(self) -> Any:
+    def prepare(self) -> Compilation:
         """Begins to compile what the search runs, in threads."""
         call = self.call
 
@@ -220,7 +219,7 @@ class BeamSearchPlan:
         signature = self._strategy, self.executor.run_config, width, of_cache, arrays
         return compile_ahead(call.params, signature, dry_run)[0]
 
-    def prefill(self, executor: Executor, cache: KVCache) -> ModelOutput:
+    def prefill(self, executor: Executor, cache: KVCache) -> ModelOutput[Any]:
         """`Executor.prefill` of the prompts."""
         return executor.prefill(self._model, self._tokens, cache)
 

@@ -26,7 +26,7 @@ class Drafting:
 
     def __init__(self, call: ValidatedCall):
         self._call = call
-        draft = call.options.draft
+        draft: Any = call.options.draft
         proposer = prompt_lookup if isinstance(draft, str) else draft
         self._config = None
         self.params = None
@@ -41,7 +41,7 @@ class Drafting:
         """The draft of a call. A draft model with longrope gets the factors of the longest sequence from the
         start: its tokens are only proposals, so the result stays.
         """
-        draft = call.options.draft
+        draft: Any = call.options.draft
         if isinstance(draft, str) and draft == "lookup":
             return draft
         if callable(draft):

@@ -65,14 +65,16 @@ class Executor(Protocol):
 
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         """What the model returns for each row's last token: its `hidden` is what `logits` takes; the tokens
         are appended to the cache, whose memory is reused. Without a cache the tokens are the whole rows.
         chunk: tokens of a row per forward pass of an executor that runs few layers at once; 0:
         `prefill_width`.
         """
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+    def hidden(
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None
+    ) -> ModelOutput[Any]:
         """What the model returns for each token of one chunk, hidden states [B, T, D]; without a cache of
         whole rows.
         """
@@ -102,7 +104,7 @@ class Executor(Protocol):
 
     def forward(
         self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         """Runs the model on `make_inputs(cache, *args)`: `Inputs`, and the cache to append them to.
 
         Args:

@@ -1,7 +1,7 @@
 """Which executor runs the calls of `generate`, and how their programs are compiled ahead."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..registry import plugin
 from ..weights.params import Params
@@ -23,7 +23,14 @@ class NothingAhead:
         pass
 
 
-def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Any, int]:
+class Compilation(Protocol):
+    """Programs that threads compile."""
+
+    def wait(self, programs: int | None = None) -> None:
+        """Waits until the first so many programs are compiled; None: all. Raises what made one fail."""
+
+
+def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Compilation, int]:
     """Begins to compile what calls of a signature run, in threads, once for each signature.
 
     Args:

@@ -62,9 +62,9 @@ class Decoded(DecodeState):
             from a row's last token on, on which the model has not run.
     """
 
-    cache: KVCache | None = None
-    at_capacity_B: Any = None
-    routed_experts: Any = None
+    cache: KVCache = None  # type: ignore[assignment]  # fields before it have defaults
+    at_capacity_B: jax.Array = None  # type: ignore[assignment]
+    routed_experts: jax.Array | None = None
     routes = OldAttribute("routed_experts")
 
 

@@ -43,14 +43,14 @@ def prefill_chunks(
     cache: KVCache,
     chunk: int,
     run_config: RunConfig,
-) -> ModelOutput:
+) -> ModelOutput[Any]:
     """What the model returns for each row's last token; its `hidden` are logits [B, V]. A forward pass takes
     `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
     """
     num_tokens_B = inputs.num_tokens_B
     B, T = inputs.tokens_BT.shape
 
-    def run_chunk(inputs: Inputs, cache: KVCache, previous_BD: jax.Array) -> ModelOutput:
+    def run_chunk(inputs: Inputs, cache: KVCache, previous_BD: jax.Array) -> ModelOutput[Any]:
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
         out = apply_model(params, config, inputs, cache, extras, run_config)
         last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
@@ -65,7 +65,7 @@ def prefill_chunks(
     of_tokens = inputs._replace(num_tokens_B=None)
     padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), of_tokens)
 
-    def body(i: jax.Array, carry: ModelOutput) -> ModelOutput:
+    def body(i: jax.Array, carry: ModelOutput[Any]) -> ModelOutput[Any]:
         part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
         part = part._replace(num_tokens_B=jnp.clip(num_tokens_B - i * chunk, 0, chunk))
         return run_chunk(part, carry.cache, carry.hidden)
@@ -88,7 +88,7 @@ def prefill_uncached(
 
 
 @over_any_mesh
-def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> ModelOutput:
+def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> ModelOutput[Any]:
     """What the model returns for each token; without a cache the inputs are whole rows."""
     return apply_model(params, config, inputs, cache, extras, run_config)
 
@@ -130,14 +130,16 @@ class TracedExecutor:
 
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         params, config, extras = model
         if cache is None:
             return ModelOutput(self.run(_PREFILL_UNCACHED, params, config, *tokens, self.run_config))
         static = prefill_chunk_size(cache), self.run_config
         return self.run(PREFILL.donating, params, config, Inputs(*tokens), extras, cache, *static)
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+    def hidden(
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None
+    ) -> ModelOutput[Any]:
         params, config, extras = model
         return self.run(_HIDDEN, params, config, Inputs(*tokens), extras, cache, self.run_config)
 
@@ -160,7 +162,7 @@ class TracedExecutor:
 
     def forward(
         self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         params, config, extras = model
         inputs, cache = make_inputs(cache, *args)
         out = apply_model(params, config, inputs, cache, extras, self.run_config)

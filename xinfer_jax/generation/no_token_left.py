@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import NoTokenLeftError
+from ..sampling.sampling_config import SettingsOfRows
 from .validation import ValidatedCall
 
 
 def check_tokens_left(call: ValidatedCall, row: int, ids: list[int]) -> None:
     """Raises NoTokenLeftError for a token that the settings forbid: it is sampled where they forbid all."""
     prompt = row // call.answers
-    settings = call.sampling_B
+    settings: SettingsOfRows = call.sampling_B
     wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
     wrong += [i for i, token in enumerate(ids[: settings.min_tokens[prompt]]) if token in call.end_ids]
     wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_token_counts, format_value
 from ..old_names import OldAttribute, keyword_options
@@ -15,7 +16,10 @@ from ..stats import GenerateStats
 from .executor import bucket
 
 if TYPE_CHECKING:
+    import jax
+
     from ..cache.prefix import Prefix
+    from ..checkpoint.loading import Model
     from ..grammar.grammars import Grammar
     from ..model.taps import Taps
     from ..sampling.caller_processors import LogitsProcessor
@@ -73,13 +77,13 @@ class GenerateOptions:
     capacity: int | None = None
     use_cache: bool = True
     impl: str | None = None
-    cache_dtype: str | None = None
+    cache_dtype: Dtype | None = None
     stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
     n: int = 1
     best_of: int | None = None
     logprobs: int = 0
-    draft: Any = None
+    draft: "Model | Callable[[jax.Array, jax.Array, int], jax.Array] | Literal['lookup'] | None" = None
     draft_tokens: int = 3
     prefix: "Prefix | None" = None
     keep_prefix: bool = False
@@ -125,7 +129,7 @@ class GenerateOutput:
     token_versions: list[list[int]] | None = None
     adapter: str | None = None
     adapter_versions: list[list[int]] | None = None
-    routed_experts: list[Any] | None = None
+    routed_experts: list[np.ndarray] | None = None
     support: list[np.ndarray] | None = None
     routes = OldAttribute("routed_experts")
 
@@ -156,7 +160,7 @@ def default_capacity(config: ModelConfig, prompt_tokens: int, max_tokens: int) -
     return min(bucket(prompt_tokens) + bucket(max_tokens), config.context_length)
 
 
-def options_or_default(options: Any) -> GenerateOptions:
+def options_or_default(options: GenerateOptions | None) -> GenerateOptions:
     """The options, or the defaults for None."""
     if options is not None and not isinstance(options, GenerateOptions):
         raise InputError(f"options must be GenerateOptions, got {format_value(options)}")

@@ -8,13 +8,14 @@ computed for a part of the tokens at a time, and the backward pass computes each
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..annotations import Remat
 from ..checks import check_array, check_integer, check_range, is_traced, number_array
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
@@ -23,42 +24,23 @@ from ..errors import InputError, format_value
 from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head, unembed
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
-from ..old_names import OldAttribute, renamed_arguments
+from ..old_names import renamed_arguments
 from ..ops.operation import check_impl, over_any_mesh
 from ..sampling.support import check_support, keep_support
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
 from .score_masks import are_tokens, mask_scores
+from .scores import Scores
 from .validation import check_prompts
 
 if TYPE_CHECKING:
     from ..model.taps import Taps
 
+Tree = TypeVar("Tree")  # an array, or a pytree of arrays
+
 MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 _MOST_LOGITS = 1 << 26  # of all tokens at the same time, where a loop over parts would take more memory
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Log-probabilities and what else `score` was asked for, float32 [B, T-1]: entry t is of the distribution
-    of token t+1, 0 at padding. The rest is None.
-
-    Attributes:
-        logprobs_BT: of the token.
-        entropy_BT: of the distribution.
-        kl_BT: KL(this model ‖ reference).
-        topk_kl_BT: sum over the teacher's tokens of p (log p - log q); p: the teacher.
-        routed_experts: int32 [B, T, L, U]: experts of token t itself, -1 at padding.
-    """
-
-    logprobs_BT: jax.Array
-    entropy_BT: jax.Array | None = None
-    kl_BT: jax.Array | None = None
-    topk_kl_BT: jax.Array | None = None
-    routed_experts: jax.Array | None = None
-    routes = OldAttribute("routed_experts")
 
 
 class _ScoreArrays(NamedTuple):
@@ -70,18 +52,6 @@ class _ScoreArrays(NamedTuple):
     support_BTW: AnyArray | None  # of the targets
 
 
-@overload
-def score(
-    params: Params, config: ModelConfig, tokens_BT: AnyArray, num_tokens_B: AnyArray | None = None, *,
-    inputs_BTD: AnyArray | None = None, segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None, routed_experts: AnyArray | None = None,
-    return_routed_experts: Literal[False] = False, temperature: float | AnyArray = 1.0,
-    entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
-    support: AnyArray | None = None, chunk: int | None = None, taps: "Taps | None" = None, remat: Any = None,
-    impl: str | None = None,
-) -> jax.Array: ...  # fmt: skip
-@overload
-def score(*args: Any, **how: Any) -> Any: ...
 @renamed_arguments(routes="routed_experts", return_routes="return_routed_experts")
 @in_default_modes
 def score(  # noqa: PLR0913  a public function
@@ -102,9 +72,9 @@ def score(  # noqa: PLR0913  a public function
     support: AnyArray | None = None,
     chunk: int | None = None,
     taps: "Taps | None" = None,
-    remat: Any = None,
+    remat: Remat = None,
     impl: str | None = None,
-) -> Any:
+) -> Scores:
     """Returns the log-probability of every token but the first, given those before it. Works inside a
     caller's jit.
 
@@ -141,8 +111,8 @@ def score(  # noqa: PLR0913  a public function
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
-        float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm. With entropy, a
-        reference, a teacher or routes to return: `Scores`.
+        `Scores`: its `logprobs_BT`, float32 [B, T-1], has the natural logarithm of the probability of token
+        t+1 in entry t, and 0 at padding. Its other fields are None unless you ask for them.
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary, a number of tokens outside the row,
@@ -187,10 +157,7 @@ def score(  # noqa: PLR0913  a public function
     arrays = _ScoreArrays(temperature_B11, reference, teacher_topk, support_BTW)
     extras = Extras(routed_experts=routed_experts, taps=taps)
     scores, used = _score(params, config, inputs, arrays, extras, entropy, chunk, run_config)
-    if return_routed_experts:
-        scores = dataclasses.replace(scores, routed_experts=used)
-    is_more = entropy or return_routed_experts or reference is not None or teacher_topk is not None
-    return scores if is_more else scores.logprobs_BT
+    return dataclasses.replace(scores, routed_experts=used) if return_routed_experts else scores
 
 
 def _support_of_targets(
@@ -212,10 +179,10 @@ def map_logits(
     params: Params,
     config: ModelConfig,
     hidden_BTD: AnyArray,
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., Tree],
+    *args: AnyArray | None,
     chunk: int | None = None,
-) -> Any:
+) -> Tree:
     """Returns function(logits_BTV, *args), computed for a part of the tokens at a time: a loss of one's own
     without logits of all tokens. Has reverse-mode gradients, which compute the logits again.
 
@@ -225,11 +192,14 @@ def map_logits(
         function: of float32 logits [B, C, V] and the same C tokens of each of args, to arrays [B, C, ...].
         args: arrays [B, T, ...], or None.
         chunk: C; None: as in `score`.
+
+    Returns:
+        What function returns, an array or a pytree of arrays, of all tokens: [B, T, ...].
     """
     check_params(params, config, stacked=True)
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
 
-    def part(hidden_BCD: jax.Array, *args: Any) -> Any:
+    def part(hidden_BCD: jax.Array, *args: jax.Array | None) -> Tree:
         return function(unembed(params, config, hidden_BCD), *args)
 
     return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
@@ -282,7 +252,8 @@ def score_completions(
     for at in range(0, len(texts), size):
         batch = texts[at : at + size]
         tokens_BT, num_tokens_B = pad_prompts(batch, config.context_length, size)  # full: one program
-        found += list(np.asarray(score(params, config, tokens_BT, num_tokens_B, impl=impl))[: len(batch)])
+        scores = score(params, config, tokens_BT, num_tokens_B, impl=impl)
+        found += list(np.asarray(scores.logprobs_BT)[: len(batch)])
     return [
         row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)
     ]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..annotations import AnyArray
 from ..checks import array_module
 from ..config.run_config import RunConfig
 from ..errors import ShortRepr
@@ -49,7 +50,7 @@ class DecodeState(ShortRepr):
     tokens_BT: jax.Array
     logprobs_BT: jax.Array
     alternatives: "Alternatives | None" = None
-    output_start_B: Any = None
+    output_start_B: jax.Array | None = None
 
     @property
     def length_B(self) -> jax.Array:
@@ -67,11 +68,11 @@ class DecodeState(ShortRepr):
         return RowProgress(self.token_B, self.finished_B, self.length_B, self.limit_B)
 
     @property
-    def active_B(self) -> Any:
+    def active_B(self) -> jax.Array:
         """bool [B]: the row has neither sampled an EOS token nor reached its limit."""
         return self.progress.active_B
 
-    def with_masks(self, masks_BQW: Any) -> "DecodeState":
+    def with_masks(self, masks_BQW: AnyArray) -> "DecodeState":
         """The state whose rows may sample only tokens of these masks (`Context.allowed_bits`)."""
         return dataclasses.replace(self, context=dataclasses.replace(self.context, allowed_bits=masks_BQW))
 
@@ -88,13 +89,13 @@ class RowSettings(NamedTuple):
 class RowProgress(NamedTuple):
     """The part of a `DecodeState` that has the same structure for all settings."""
 
-    token_B: Any
-    finished_B: Any
-    length_B: Any
-    limit_B: Any
+    token_B: jax.Array
+    finished_B: jax.Array
+    length_B: jax.Array
+    limit_B: jax.Array
 
     @property
-    def active_B(self) -> Any:
+    def active_B(self) -> jax.Array:
         return ~self.finished_B & (self.length_B < self.limit_B)
 
     def longest_B(self, position_B: Any) -> Any:

@@ -62,7 +62,8 @@ class Plain(Strategy):
         out = executor.forward(model, last_token, (state.progress,), cache, 0)
         if routed_experts:
             last = jnp.arange(len(state.token_B)), state.length_B - 1
-            routed_experts = [routed_experts[0].at[last].set(out.routed_experts[:, 0], mode="drop")]
+            used_BTLU: Any = out.routed_experts
+            routed_experts = [routed_experts[0].at[last].set(used_BTLU[:, 0], mode="drop")]
         state, active_B = executor.sample(out.hidden, state)
         return (self.ended(state), out.cache, *routed_experts), active_B
 

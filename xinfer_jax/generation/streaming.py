@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..ops.operation import without_mesh_context
 from ..weights.params import Params
 from .batch_generator import BatchGenerator
+from .executor_choice import Compilation
 from .options import GenerateOptions, GenerateOutput
 from .validation import ValidatedCall, validate_call
 
@@ -56,7 +57,7 @@ class Stream(Iterator[list[int | None]]):
         self._ids: Any = self._steps()
 
     @without_mesh_context
-    def prepare(self) -> Any:
+    def prepare(self) -> Compilation:
         """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
         later stream with the weights, of the same shapes and options, uses the programs.
         """

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..annotations import AnyArray
 from ..checks import is_sequence, is_traced
 from ..errors import InputError, ShortRepr, format_value
 from .regex_parser import NotRegularError
@@ -15,6 +16,7 @@ from .token_automaton import ENDS, MAX_ENTRIES, NEVER, token_automaton
 from .vocabulary import token_bytes
 
 if TYPE_CHECKING:
+    from ..tokenization.tokenizer import Tokenizer
     from .grammars import Grammar
 
 
@@ -31,8 +33,8 @@ class Dfa(ShortRepr):
         next_SC: int16: the next state; below 0: not allowed. Column 0: the row may end there.
     """
 
-    class_V: Any
-    next_SC: Any
+    class_V: AnyArray
+    next_SC: AnyArray
 
     @staticmethod
     def automata_of_rows(
@@ -120,7 +122,7 @@ def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> 
     return Dfa.automata_of_rows(dfas, vocab_size, eos_BE)
 
 
-def compile_dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
+def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
     """Compiles a regular expression to arrays, which a loop on the device follows without the host.
 
     `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and

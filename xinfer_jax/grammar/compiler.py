@@ -88,12 +88,13 @@ class Vocabulary:
         end = grammar.reasoning_end
         if end is None or end == AUTO and self._generation_prompt is None:
             return None
-        before = grammar.tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
+        tokenizer: Any = grammar.tokenizer  # of a grammar that is compiled
+        before = tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
         if end == AUTO:
             if not before.endswith(str(self._generation_prompt)):
                 return None
-            return ReasoningEnd(grammar.tokenizer, None if grammar.tokenizer.writes_harmony else THINK_END)
-        return None if before.rstrip().endswith(end) else ReasoningEnd(grammar.tokenizer, end)
+            return ReasoningEnd(tokenizer, None if tokenizer.writes_harmony else THINK_END)
+        return None if before.rstrip().endswith(end) else ReasoningEnd(tokenizer, end)
 
 
 class ReasoningEnd:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checks import is_sequence
 from ..errors import InputError, format_value
@@ -12,6 +12,9 @@ from ..tool_calls.call_grammar import ESCAPES
 from .compiler import AUTO
 from .matcher import CompiledGrammar
 from .served_schemas import served_schema
+
+if TYPE_CHECKING:
+    from ..tokenization.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about two seconds
 
@@ -34,7 +37,7 @@ class Grammar:
 
     kind: str
     source: str
-    tokenizer: Any = None
+    tokenizer: "Tokenizer | None" = None
     reasoning_end: str | None = AUTO
 
     def __post_init__(self) -> None:
@@ -64,7 +67,7 @@ def json_schema(
     *,
     compact: bool = True,
     strict: bool = True,
-    tokenizer: Any = None,
+    tokenizer: "Tokenizer | None" = None,
     reasoning_end: str | None = AUTO,
 ) -> Grammar:
     """A grammar of JSON values that are valid for a schema.
@@ -99,12 +102,12 @@ def json_schema(
     return Grammar("json", source, tokenizer, reasoning_end)
 
 
-def json_object(*, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+def json_object(*, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
     """A grammar of JSON objects. tokenizer, reasoning_end: as in `Grammar`."""
     return json_schema({"type": "object"}, tokenizer=tokenizer, reasoning_end=reasoning_end)
 
 
-def regex(pattern: str, *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+def regex(pattern: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
     r"""A grammar of texts that match a regular expression as a whole.
 
     Source: the syntax of Rust's regex crate, without anchors within, look-around and references. `\d`, `\w`
@@ -117,7 +120,7 @@ def regex(pattern: str, *, tokenizer: Any = None, reasoning_end: str | None = AU
     return Grammar("regex", pattern, tokenizer, reasoning_end)
 
 
-def lark(grammar: str, *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+def lark(grammar: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
     """A context-free grammar in llguidance's Lark syntax, whose rule is `start`.
 
     Args:
@@ -127,7 +130,9 @@ def lark(grammar: str, *, tokenizer: Any = None, reasoning_end: str | None = AUT
     return Grammar("lark", grammar, tokenizer, reasoning_end)
 
 
-def choice(texts: Sequence[str], *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+def choice(
+    texts: Sequence[str], *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO
+) -> Grammar:
     """A grammar of these texts alone.
 
     Args:

@@ -95,14 +95,14 @@ class LayerwiseExecutor:
 
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         tokens_BT, num_tokens_B = tokens
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
         chunk = _required_chunk(cache) or chunk or self.prefill_width(longest, B)
         chunk = T if cache is None else min(T, prefill_chunk_size(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
-        last_B1D = np.zeros((B, 1, model.config.hidden_size), activation_dtype(model.params))
+        last_B1D: Any = np.zeros((B, 1, model.config.hidden_size), activation_dtype(model.params))
         for first in range(0, longest, chunk):
             num_B = np.clip(num_tokens_B - first, 0, chunk)
             inputs = padded_BT[:, first : first + chunk], num_B
@@ -110,7 +110,9 @@ class LayerwiseExecutor:
             last_B1D = self.run(LAST, x_BTD, num_B, last_B1D)
         return ModelOutput(last_B1D, cache)
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+    def hidden(
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None
+    ) -> ModelOutput[Any]:
         x_BTD, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
         return ModelOutput(self.run(NORM, *without_model_layers(model), x_BTD), cache)
 
@@ -145,7 +147,7 @@ class LayerwiseExecutor:
 
     def forward(
         self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> ModelOutput:
+    ) -> ModelOutput[Any]:
         return ModelOutput(*self._run_model(model, make_inputs, args, cache, prefills=False))
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:

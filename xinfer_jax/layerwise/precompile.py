@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from ..config.model_config import ModelConfig
 from ..device import cpu_count
 from ..sharding import concrete_mesh_of
 from ..stats import release_free_memory
@@ -159,8 +160,10 @@ def shape_struct(x: Any) -> Any:
 
 
 def call_signature(tree: Any) -> tuple:
-    """The structure of a pytree, and what `shape_struct` keeps of each leaf."""
-    leaves, structure = jax.tree.flatten(tree)
+    """The structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by `==`, so
+    those that differ in EOS ids share their programs.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, ModelConfig))
     return structure, *(
         (x.shape, x.dtype, _committed_sharding(x)) if hasattr(x, "dtype") else x for x in leaves
     )

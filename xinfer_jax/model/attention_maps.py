@@ -67,7 +67,7 @@ def attention_weights(
         if spec.shares_kv:
             raise InputError(f"layer {layer} attends to another layer's keys: leave it out")
     taps = {layer - 1: Tap(read=True) for layer in layers}
-    reads = run_model(params, config, tokens_BT, None, num_tokens_B, taps=taps).reads
+    reads: Any = run_model(params, config, tokens_BT, None, num_tokens_B, taps=taps).reads
     inputs = Inputs(tokens_BT, num_tokens_B)
     _, positions, _ = embed_inputs(params, config, inputs, NO_EXTRAS, None, PLAIN)
 

@@ -2,12 +2,13 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..annotations import Remat
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from .taps import Taps
 
     MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
+    CacheOrNone = TypeVar("CacheOrNone", bound=KVCache | None, default=KVCache | None)
+else:
+    from typing import TypeVar
+
+    CacheOrNone = TypeVar("CacheOrNone")
 
 
 class Inputs(NamedTuple):
@@ -39,7 +45,7 @@ class Inputs(NamedTuple):
     positions_BT: Any = None  # of RoPE; None: from 0 in each segment, or after the tokens in the cache
 
 
-class ModelOutput(NamedTuple):
+class ModelOutput(NamedTuple, Generic[CacheOrNone]):
     """What a model returns for the tokens of a call.
 
     Attributes:
@@ -51,10 +57,10 @@ class ModelOutput(NamedTuple):
         reads: the hidden states [B, T, D] that taps read, by their keys; None without taps.
     """
 
-    hidden: Any
-    cache: Any = None
-    routed_experts: Any = None
-    reads: Any = None
+    hidden: jax.Array
+    cache: CacheOrNone = None  # type: ignore[assignment]
+    routed_experts: jax.Array | None = None
+    reads: dict[int | tuple[int, str], jax.Array] | None = None
 
 
 add_old_names(ModelOutput, routes="routed_experts")
@@ -72,7 +78,7 @@ def forward(  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routed_experts: AnyArray | None = None,
     taps: "Taps | None" = None,
-    remat: Any = None,
+    remat: Remat = None,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
     """Logits of every token. The caller jits it. Every float leaf has a reverse-mode gradient, in its dtype.
@@ -112,7 +118,7 @@ def run_model(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
-    cache: KVCache | None = None,
+    cache: "MaybeCache" = None,  # type: ignore[assignment]
     num_tokens_B: AnyArray | None = None,
     *,
     inputs_BTD: AnyArray | None = None,
@@ -121,9 +127,9 @@ def run_model(  # noqa: PLR0913  a public function
     routed_experts: AnyArray | None = None,
     return_routed_experts: bool = False,
     taps: "Taps | None" = None,
-    remat: Any = None,
+    remat: Remat = None,
     impl: str | None = None,
-) -> ModelOutput:
+) -> "ModelOutput[MaybeCache]":
     """Everything that a model returns for some tokens, by name: hidden states, cache, routes, and what taps
     read. Not jitted; differentiable as `forward` is. `unembed` makes logits of the hidden states.
 
@@ -163,7 +169,7 @@ def apply_model(
     cache: KVCache | None,
     extras: Extras,
     run_config: RunConfig,
-) -> ModelOutput:
+) -> "ModelOutput[Any]":
     """`run_model` of these inputs and extras."""
     check_params(params, config, stacked=cache is None)
     check_tokens(config, *inputs[:3], cache)

@@ -1,11 +1,12 @@
 """The parts of `forward` as public functions: `embed_tokens`, `hidden_states` and `final_norm`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..annotations import Remat
 from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
@@ -32,7 +33,7 @@ def hidden_states(  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routed_experts: AnyArray | None = None,
     taps: Taps | None = None,
-    remat: Any = None,
+    remat: Remat = None,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
     """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the

@@ -19,7 +19,7 @@ from .batched_settings import select_rows
 from .context import Context
 from .random_keys import DRAW_CALLER
 from .sampler import all_greedy, choose_tokens, draw_tokens, process_logits, token_logprobs, warp_logits
-from .sampling_config import SamplingConfig
+from .sampling_config import SettingsOfRows
 
 
 class SamplingContext(NamedTuple):
@@ -34,12 +34,12 @@ class SamplingContext(NamedTuple):
         history_BS: int32: tokens of prompt and answer in order, if the call got them; else None.
     """
 
-    key_B: Any
-    position_B: Any
-    num_generated_B: Any
-    eos_BE: Any
-    seen_BV: Any
-    history_BS: Any
+    key_B: jax.Array
+    position_B: jax.Array
+    num_generated_B: jax.Array
+    eos_BE: jax.Array
+    seen_BV: jax.Array
+    history_BS: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Callers:
         self,
         logits_BV: jax.Array,
         key_B: jax.Array,
-        settings: SamplingConfig,
+        settings: SettingsOfRows,
         context: Context,
         run_config: RunConfig,
     ) -> tuple[jax.Array, Callable, Callable]:
@@ -166,7 +166,7 @@ class Callers:
         return jnp.minimum(token_B, broken_B), taken_BV
 
     def process(
-        self, logits_BV: jax.Array, settings: SamplingConfig, context: Context, warp: Callable
+        self, logits_BV: jax.Array, settings: SettingsOfRows, context: Context, warp: Callable
     ) -> tuple[jax.Array, jax.Array]:
         """The logits that tokens are sampled from; and int32 [B]: -1 - i of the first processor i that gave a
         row NaN, else the vocabulary's size. warp: what temperature and filters make of processed logits.

@@ -10,11 +10,11 @@ from jax import lax
 
 from ..registry import plugin
 from .context import ALL_BITS, Context
-from .sampling_config import SamplingConfig
+from .sampling_config import SettingsOfRows
 from .settings import SETTINGS
 
 
-def other_processors(s: SamplingConfig, c: Context) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
+def other_processors(s: SettingsOfRows, c: Context) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
     """Which rows use a processor, bool [B], and the processor. s: all settings."""
     bits_BW = c.allowed_bits[:, 0]
     penalties = s.presence_penalty, s.frequency_penalty, c.count_BV

@@ -16,7 +16,7 @@ from . import processors
 from .batched_settings import has_all_settings
 from .context import Context
 from .random_keys import DRAW_TOKEN, gumbel_noise
-from .sampling_config import SamplingConfig
+from .sampling_config import SettingsOfRows
 from .settings import SETTINGS
 
 NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
@@ -27,7 +27,7 @@ _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 def sample_tokens(
     logits_BV: jax.Array,
     key_B: jax.Array,
-    sampling_B: SamplingConfig,
+    sampling_B: SettingsOfRows,
     context: Context,
     run_config: RunConfig = DEFAULT,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def sample_tokens(
 def choose_tokens(
     logits_BV: jax.Array,
     key_B: jax.Array,
-    sampling_B: SamplingConfig,
+    sampling_B: SettingsOfRows,
     context: Context,
     run_config: RunConfig = DEFAULT,
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array], Callable[[], jax.Array]]:
@@ -181,12 +181,12 @@ def sample_from_all(processed_BV, key_B, sampling_B, position_B):
     return draw_tokens(warped_BV, key_B, sampling_B, position_B, None, processed_BV.shape[1]), warped_BV
 
 
-def all_greedy(sampling_B: SamplingConfig) -> jax.Array:
+def all_greedy(sampling_B: SettingsOfRows) -> jax.Array:
     """Whether every row has temperature 0."""
     return jnp.all(sampling_B.temperature <= 0)
 
 
-def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) -> jax.Array:
+def is_plain_greedy(sampling_B: SettingsOfRows, context: Context | None = None) -> jax.Array:
     """Whether every row takes its most likely token, without any logits processor."""
     has_functions = context is not None and (context.automata is not None or context.callers is not None)
     if has_all_settings(sampling_B) or has_functions:
@@ -194,13 +194,13 @@ def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) 
     return all_greedy(sampling_B) & jnp.all(sampling_B.repetition_penalty == 1)
 
 
-def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
+def process_logits(logits_BV: jax.Array, sampling_B: SettingsOfRows, context: Context) -> jax.Array:
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
     logits_BV = bias_and_repeat(logits_BV, sampling_B, context)
     return _apply_used(skippable_processors(sampling_B, context), logits_BV)
 
 
-def skippable_processors(sampling_B: SamplingConfig, context: Context) -> Skippable:
+def skippable_processors(sampling_B: SettingsOfRows, context: Context) -> Skippable:
     """The processors of `process_logits` that are not always applied, and which rows use each."""
     found: Skippable = []
     if has_all_settings(sampling_B):
@@ -242,7 +242,7 @@ def _apply_used(optional: Skippable, logits_BV: jax.Array) -> jax.Array:
 
 
 def warp_logits(
-    logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float, min_tokens_to_keep: int = 1,
+    logits_BV: jax.Array, sampling_B: SettingsOfRows, zero_B1: jax.Array | float, min_tokens_to_keep: int = 1,
     draw: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:  # fmt: skip
     """Applies temperature, top-k, top-p, min-p, typical-p and XTC: logits that they remove become -inf.
@@ -273,7 +273,7 @@ def warp_logits(
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 
 
-def _scaled(logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float) -> jax.Array:
+def _scaled(logits_BV: jax.Array, sampling_B: SettingsOfRows, zero_B1: jax.Array | float) -> jax.Array:
     """(logits - zero) / temperature; at temperature 0 only the difference."""
     temperature_B1 = sampling_B.temperature[:, None]
     divisor_B1 = jnp.where(temperature_B1 <= 0, 1.0, jnp.maximum(temperature_B1, _MIN_TEMPERATURE))
@@ -281,7 +281,7 @@ def _scaled(logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array
 
 
 def draw_tokens(
-    warped_BA: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, position_B: jax.Array,
+    warped_BA: jax.Array, key_B: jax.Array, sampling_B: SettingsOfRows, position_B: jax.Array,
     index_BA: jax.Array | None, size: int,
 ) -> jax.Array:  # fmt: skip
     """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax.

@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from ..annotations import AnyArray, PerRow
 from ..checks import is_traced, number_array
 from ..errors import InputError, format_value
 from ..old_names import keyword_options
 from .settings import LISTS, NUMBERS, Setting, is_unset, unset
+
+# A `SamplingConfig` as `settings_per_row` returns it: its fields are arrays [B, ...], or not there.
+SettingsOfRows: TypeAlias = Any
 
 
 @keyword_options(min_new_tokens="min_tokens")
@@ -52,27 +56,27 @@ class SamplingConfig:
             id alone has no effect, as in transformers; None: none.
     """
 
-    temperature: Any = unset("temperature")
-    top_k: Any = unset("top_k")
-    top_p: Any = unset("top_p")
-    repetition_penalty: Any = unset("repetition_penalty")
-    min_p: Any = unset("min_p")
-    typical_p: Any = unset("typical_p")
-    presence_penalty: Any = unset("presence_penalty")
-    frequency_penalty: Any = unset("frequency_penalty")
-    no_repeat_ngram_size: Any = unset("no_repeat_ngram_size")
-    min_tokens: Any = unset("min_tokens")
-    xtc_probability: Any = unset("xtc_probability")
-    xtc_threshold: Any = unset("xtc_threshold")
-    dry_multiplier: Any = unset("dry_multiplier")
-    dry_base: Any = unset("dry_base")
-    dry_allowed_length: Any = unset("dry_allowed_length")
-    dry_penalty_last_n: Any = unset("dry_penalty_last_n")
-    dry_sequence_breakers: Any = unset("dry_sequence_breakers")
-    logit_bias: Any = unset("logit_bias")
-    allowed_token_ids: Sequence[int] | None = unset("allowed_token_ids")
-    forbidden_token_ids: Sequence[int] | None = unset("forbidden_token_ids")
-    bad_words_ids: Any = unset("bad_words_ids")
+    temperature: PerRow = unset("temperature")
+    top_k: PerRow = unset("top_k")
+    top_p: PerRow = unset("top_p")
+    repetition_penalty: PerRow = unset("repetition_penalty")
+    min_p: PerRow | None = unset("min_p")
+    typical_p: PerRow | None = unset("typical_p")
+    presence_penalty: PerRow | None = unset("presence_penalty")
+    frequency_penalty: PerRow | None = unset("frequency_penalty")
+    no_repeat_ngram_size: PerRow | None = unset("no_repeat_ngram_size")
+    min_tokens: PerRow | None = unset("min_tokens")
+    xtc_probability: PerRow | None = unset("xtc_probability")
+    xtc_threshold: PerRow | None = unset("xtc_threshold")
+    dry_multiplier: PerRow | None = unset("dry_multiplier")
+    dry_base: PerRow | None = unset("dry_base")
+    dry_allowed_length: PerRow | None = unset("dry_allowed_length")
+    dry_penalty_last_n: PerRow | None = unset("dry_penalty_last_n")
+    dry_sequence_breakers: Sequence[int] | AnyArray | None = unset("dry_sequence_breakers")
+    logit_bias: Mapping[int, float] | AnyArray | None = unset("logit_bias")
+    allowed_token_ids: Sequence[int] | AnyArray | None = unset("allowed_token_ids")
+    forbidden_token_ids: Sequence[int] | AnyArray | None = unset("forbidden_token_ids")
+    bad_words_ids: Sequence[Sequence[int]] | AnyArray | None = unset("bad_words_ids")
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":

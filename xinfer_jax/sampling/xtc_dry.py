@@ -8,13 +8,13 @@ from jax import lax
 
 from .context import Context
 from .random_keys import DRAW_XTC, gumbel_noise
-from .sampling_config import SamplingConfig
+from .sampling_config import SettingsOfRows
 
 _MOST_REPEATED = 256  # tokens above the allowed length: these bound a step's work
 
 
 def xtc(
-    warped_BV: jax.Array, logits_BV: jax.Array, settings: SamplingConfig, key_B: jax.Array,
+    warped_BV: jax.Array, logits_BV: jax.Array, settings: SettingsOfRows, key_B: jax.Array,
     position_B: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Excludes top choices: at some positions, by chance, removes the tokens that reach a probability, but
@@ -39,7 +39,7 @@ def xtc(
     return jnp.where(happens_B1 & (logits_BV > least_B1), -jnp.inf, warped_BV)
 
 
-def dry(logits_BV: jax.Array, settings: SamplingConfig, context: Context) -> jax.Array:
+def dry(logits_BV: jax.Array, settings: SettingsOfRows, context: Context) -> jax.Array:
     """Subtracts multiplier * base ** (n - allowed length) from the logit of each token that follows an
     earlier occurrence of the row's last n tokens, for the largest n ("don't repeat yourself", llama.cpp).
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from ..checkpoint.loading import Model
 from ..engine.dispatcher import Dispatcher
@@ -65,7 +65,7 @@ class PeerEngines(EngineLoop):
         self._log = log
         self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
         # Also sizes of the first of the processes that are connected.
-        self.shape = SimpleNamespace(impl=None, routed_experts=False, support=False)
+        self.shape = cast(Any, SimpleNamespace(impl=None, routed_experts=False, support=False))
         self._past: list[Peer] = []
         self.__enter__()
         self._listener = Listener(listening, self._receive, secret)
@@ -76,12 +76,12 @@ class PeerEngines(EngineLoop):
         return list(self._dispatcher.endpoints)
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> int:  # type: ignore[override]
         """Slots of all processes that decode."""
         return max(1, sum(peer.about["rows"] for peer in self._dispatcher.of_role("decode")))
 
     @property
-    def usable_capacity(self) -> int:
+    def usable_capacity(self) -> int:  # type: ignore[override]
         """Tokens of a prompt and its answer together that every process can hold."""
         least = self.shape.usable_capacity
         return min((peer.about["usable_capacity"] for peer in self.engines), default=least)
@@ -161,8 +161,8 @@ class PeerEngines(EngineLoop):
             return
         if not others:
             vars(self.shape).update(about)
-        held = self.shape.adapters.items()
-        adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held}
+        held: Any = self.shape.adapters
+        adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held.items()}
         self.adapters.replace_all(adapters)
         self._dispatcher.endpoints.append(peer)
         self._log(f"the {peer.name} is connected")

@@ -234,7 +234,7 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         /,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> str:
         """Renders the conversation as one text, in the checkpoint's format.
 

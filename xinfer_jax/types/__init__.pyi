@@ -1,3 +1,4 @@
+from ..batch.run_batch import BatchReport as BatchReport
 from ..cache.prefix import Prefix as Prefix
 from ..checkpoint.loading import LoadStats as LoadStats
 from ..config.rope import RopeConfig as RopeConfig
@@ -8,7 +9,7 @@ from ..engine.statistics import EngineStats as EngineStats
 from ..generation.beams import BeamOutput as BeamOutput
 from ..generation.functional import Decoded as Decoded
 from ..generation.options import GenerateOutput as GenerateOutput
-from ..generation.scoring import Scores as Scores
+from ..generation.scores import Scores as Scores
 from ..generation.state import DecodeState as DecodeState
 from ..generation.streaming import Stream as Stream
 from ..model.decoder import ModelOutput as ModelOutput

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from ..annotations import Dtype
 from ..modes import in_default_modes
 from .adapted_weight import AdaptedWeight, UntiedWeight
 from .params import Params, activation_dtype, resolve_dtype
@@ -12,7 +13,7 @@ from .quantized_weight import is_quantized
 
 
 @in_default_modes
-def dequantize(params: Params, dtype: Any = None) -> Params:
+def dequantize(params: Params, dtype: Dtype | None = None) -> Params:
     """Returns the parameters with float arrays in place of quantized matrices: those by which the quantized
     ones multiply. A pure function, also of stacked layers. Adapters stay, and the config too.
 

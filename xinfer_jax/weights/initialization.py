@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..annotations import Dtype
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..modes import in_default_modes
@@ -15,7 +16,7 @@ from .params import check_weights, resolve_dtype
 
 @in_default_modes
 def init_params(
-    config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
+    config: ModelConfig, key: jax.Array, dtype: Dtype | None = None, quantize: str | None = None
 ) -> Params:
     """Returns random parameters: matrices normal with deviation 1/sqrt(inputs), embedding and biases 0.02,
     norms 1.

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 
+from ..annotations import Params as Params
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-
-Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
 Axis = tuple[int, str | None]  # size and name
 

@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from ..annotations import AnyArray as AnyArray, Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..memory_plan import MemoryPlan
 from ..registry import plugin
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
-AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -58,12 +57,13 @@ def cache_dtype(params: Params) -> Any:
     return _default_dtype(activation_dtype(params))
 
 
-def resolve_dtype(dtype: Any) -> Any:
+def resolve_dtype(dtype: Dtype | None) -> Any:
     """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU. Raises
     InputError where it is none of float32, bfloat16 and float16.
     """
     if dtype is None:
         return _default_dtype(jnp.bfloat16)
+    name: Any
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..annotations import Dtype
 from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
@@ -26,7 +27,7 @@ def reshard(
     config: ModelConfig,
     mesh: Mesh,
     *,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     quantize: str | None = None,
     fsdp: str | None = None,
 ) -> tuple[Params, ModelConfig]:

@@ -1,0 +1,26 @@
+"""`PartMethod`: a method of an engine that one of its parts has."""
+
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class PartMethod(Generic[Parameters, Result]):
+    """The method of a part as an attribute of its engine, with its signature, types and docstring."""
+
+    def __init__(self, part: str, method: Callable[Concatenate[Any, Parameters], Result]):
+        """part: the attribute of the engine that holds the part. method: of the class of the part."""
+        self.part = part
+        self.method = method
+        self.__doc__ = method.__doc__
+
+    @overload
+    def __get__(self, owner: None, owner_class: type) -> "PartMethod[Parameters, Result]": ...
+    @overload
+    def __get__(self, owner: object, owner_class: type) -> Callable[Parameters, Result]: ...
+    def __get__(self, owner: object | None, owner_class: type) -> Any:
+        if owner is None:
+            return self
+        return getattr(getattr(owner, self.part), self.method.__name__)
