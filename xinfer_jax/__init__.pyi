@@ -9,7 +9,7 @@ from . import (
 )
 from .backends.kernel_report import kernels_used as kernels_used
 from .batch.dataset import DatasetGenerator as DatasetGenerator
-from .batch.run_batch import BatchReport as BatchReport, generate_file as generate_file
+from .batch.run_batch import generate_file as generate_file
 from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
 from .checkpoint.loading import Model as Model, load_model as load_model

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from public_names import PUBLIC
 
 import xinfer_jax as xj
 from xinfer_jax import annotations, testing
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.oldest, pytest.mark.unit]
 
 # Any is what JSON has, or a leaf of the parameters: arrays and quantized matrices.
 OBJECTS = r"(dict|Mapping)\[str, Any\]"
-NAMES = [(name, getattr(xj, name)) for name in xj.__all__] + [
+NAMES = [*PUBLIC.items()] + [
     (f"testing.{name}", value)
     for name, value in vars(testing).items()
     if not name.startswith("_") and getattr(value, "__module__", "") == testing.__name__
@@ -73,7 +74,7 @@ FIELDS = {
 }
 # Fields that are pytrees or functions of a caller, and take anything.
 CALLERS_OWN = {
-    "Tap.args", "Tap.edit", "Processor.init", "Processor.apply", "Processor.update",
+    "Tap.args", "Tap.edit", "LogitsProcessor.init", "LogitsProcessor.apply", "LogitsProcessor.update",
     "EngineOptions.processors", "GenerateOptions.processors",
 }  # fmt: skip
 
@@ -156,7 +157,7 @@ def test_a_part_has_the_signature_of_its_method():
 
 def test_results_are_dataclasses_or_tuples_with_names():
     for name in ("Scores", "Decoded", "GenerateOutput", "BeamOutput", "SampleOutput"):
-        assert dataclasses.is_dataclass(getattr(xj, name))
-    for name in ("ModelOutput", "PackedRollout", "TokenLogprobs"):
-        assert getattr(xj, name)._fields
+        assert dataclasses.is_dataclass(getattr(xj.types, name))
+    for kind in (xj.types.ModelOutput, xj.rollouts.PackedRollout, xj.types.TokenLogprobs):
+        assert kind._fields
     assert isinstance(np.zeros(1), annotations.AnyArray)
