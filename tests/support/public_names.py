@@ -5,9 +5,8 @@ from typing import Any
 
 import xinfer_jax as xj
 
-SPACES = {
-    name: space for name in xj.__all__ if inspect.ismodule(space := getattr(xj, name)) if name != "testing"
-}
-PUBLIC: dict[str, Any] = {name: getattr(xj, name) for name in xj.__all__ if name not in SPACES} | {
+VALUES = {name: getattr(xj, name) for name in xj.__all__}
+SPACES = {name: x for name, x in VALUES.items() if inspect.ismodule(x) and name != "testing"}
+PUBLIC: dict[str, Any] = {name: x for name, x in VALUES.items() if not inspect.ismodule(x)} | {
     f"{space}.{name}": getattr(module, name) for space, module in SPACES.items() for name in module.__all__
 }
