@@ -24,7 +24,8 @@ Functions of `params` and `config` take and return arrays or token ids, for your
     enable_export                   lets jax.export write programs with trees of this library
 
 How tokens are sampled and limited: SamplingConfig, GenerateOptions, LogitsProcessor, Tap.
-Every error for a bad argument is an InputError. `register` adds a family, a cache dtype and the like.
+Every error for a bad argument is an InputError, and some have a class of their own: ContextLengthError,
+GrammarError, NoTokenLeftError. `register` adds a family, a cache dtype and the like.
 
 Namespaces (`help(xj.lora)` describes one):
     xj.grammar    JSON Schema, regular expressions, choices and grammars that an answer follows

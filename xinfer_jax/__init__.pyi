@@ -19,7 +19,12 @@ from .embedding import embed_texts as embed_texts
 from .engine.engine import Engine as Engine
 from .engine.engine_options import EngineOptions as EngineOptions
 from .engine.request_options import RequestOptions as RequestOptions
-from .errors import InputError as InputError
+from .errors import (
+    ContextLengthError as ContextLengthError,
+    GrammarError as GrammarError,
+    InputError as InputError,
+    NoTokenLeftError as NoTokenLeftError,
+)
 from .exporting import enable_export as enable_export
 from .generation.beams import beam_search as beam_search
 from .generation.entrypoints import generate as generate

@@ -23,17 +23,19 @@ class InputError(ValueError):
 
 
 class ContextLengthError(InputError):
-    """A prompt, or a prompt and its answer, has more tokens than the context of the model or the engine."""
+    """A prompt, or a prompt and its answer, has more tokens than the model's context, the engine or the cache
+    can hold. Shorten the prompt, or ask for fewer tokens.
+    """
 
     code = "context_length_exceeded"  # as in the OpenAI API
 
 
 class GrammarError(InputError):
-    """A grammar that is not served; it is known when the grammar is compiled."""
+    """A grammar that is not valid or not served: some when it is made, others when it is first used."""
 
 
 class NoTokenLeftError(InputError):
-    """The settings of a request forbid every token at some step of its answer."""
+    """The settings or the grammar of a request forbid every token at some step of its answer."""
 
 
 def format_message(message: object) -> str:

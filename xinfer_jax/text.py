@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, cast, overload
 import jax
 
 from .checkpoint.loading import Model
+from .checkpoint.model_defaults import key_or_default, options_of_model
 from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import generate
 from .generation.executor_choice import Compilation
-from .generation.options import GenerateOptions, GenerateOutput, options_or_default
+from .generation.options import GenerateOptions, GenerateOutput
 from .generation.streaming import Stream, stream
 from .grammar.grammars import with_tokenizer
 from .sampling.sampling_config import min_tokens_of_row
@@ -102,15 +103,16 @@ def generate_text(
         model: from `load_model`.
         prompt: a text or a conversation, or a list of both. A list is one batch, with all rows in memory at
             the same time; a list of messages is one conversation.
-        options: None: greedy, at most 128 tokens.
-        key: PRNG key, needed for sampling: one (prompt i of a list then uses `fold_in(key, i)`), or one per
-            prompt.
+        options: None: `GenerateOptions()`: at most 128 tokens. Without `options.sampling` the answer follows
+            the model's generation_config.json, as commands do.
+        key: PRNG key of sampling: one (prompt i of a list then uses `fold_in(key, i)`), or one per prompt.
+            None: `jax.random.key(0)`, as of commands without --seed, so another call gives the same texts.
         system, raw, escape_control_tokens: as in `encode_prompt`, for each prompt.
 
     Raises:
         InputError: as `encode_prompt` and `generate`; an empty list; `n` other than 1.
     """
-    options = _check_text_options(options)
+    options = _check_text_options(model, options)
     is_batch = is_sequence(prompt) and not _is_conversation(prompt)
     prompts = cast(Sequence[Prompt], prompt if is_batch else [prompt])
     if not len(prompts):
@@ -128,7 +130,7 @@ def generate_text(
         texts = _generate_until_stop(model, ids, options, key)
     else:
         options = dataclasses.replace(options, grammar=with_tokenizer(options.grammar, _tokenizer(model)))
-        out = generate(model.params, model.config, ids, options, key=key)
+        out = generate(model.params, model.config, ids, options, key=key_or_default(key))
         texts = [_tokenizer(model).decode(out.text_ids(row)) for row in range(len(out.tokens))]
     return texts if is_batch else texts[0]
 
@@ -148,7 +150,7 @@ def stream_text(
     Raises:
         InputError: as `generate_text`, at once; a list of prompts.
     """
-    options = _check_text_options(options)
+    options = _check_text_options(model, options)
     if is_sequence(prompt) and len(prompt) and not _is_conversation(prompt):
         raise InputError(
             "stream_text takes one prompt, not a list: use generate_text, or stream of token ids"
@@ -240,9 +242,9 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
     return [[decode(*pair) for pair in ((t.id, t.logprob), *t.top)] for t in out.alternatives[row]]
 
 
-def _check_text_options(options: GenerateOptions | None) -> GenerateOptions:
-    """The options, checked for the text functions."""
-    options = options_or_default(options)
+def _check_text_options(model: Model, options: GenerateOptions | None) -> GenerateOptions:
+    """The options, checked for the text functions, with the model's sampling settings if they have none."""
+    options = options_of_model(model, options)
     if options.n != 1:
         several = "from Python, generate and the tokenizer give several"
         raise InputError(f"n={options.n}: the text functions give one answer; {several}")
@@ -272,7 +274,7 @@ def _stream_tokens(
     """
     grammar = with_tokenizer(options.grammar, _tokenizer(model))
     options = dataclasses.replace(options, stop_strings=(), grammar=grammar)
-    return stream(model.params, model.config, prompts, options, key=key)
+    return stream(model.params, model.config, prompts, options, key=key_or_default(key))
 
 
 def _is_conversation(prompt: Any) -> bool:

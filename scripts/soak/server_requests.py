@@ -40,7 +40,7 @@ continue_final_message add_generation_prompt include_stop_str_in_output skip_spe
 def serve(model: Any, settings: ServerSettings, log: list[str]) -> tuple[Service, int]:
     """Starts a service in threads of this process, and returns it with its port."""
     service = Service(dataclasses.replace(settings), log.append)
-    service.start(model, xj.GenerateOptions(max_tokens=200))
+    service.start(model, xj.GenerateOptions(max_tokens=200, sampling=xj.SamplingConfig()))
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = make_server(service)
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True).start()

@@ -105,9 +105,11 @@ def test_other_names_of_models(tmp_path):
         "hf.co/Qwen/Qwen3-0.6B": "does not exist: give a directory, or a hub name owner/name",
         "https://example.com/model.zip": "is a web address: give a hub name owner/name or a directory",
         "http://": "is a web address: give a hub name",
-        tmp_path
-        / "model.safetensors": "is a safetensors file, neither a directory nor a hub name: give the dir",
-        tmp_path / "config.json": "is a file, neither a directory nor a hub name: give the directory",
+        tmp_path / "model.safetensors": (
+            "is a safetensors file, neither a directory nor a hub name: give its directory, "
+            f"{str(tmp_path)!r}"
+        ),
+        tmp_path / "config.json": "is a file, neither a directory nor a hub name: give its directory, ",
     }.items():
         assert f"model {str(name)!r} {message}" in tiny.load_error(name)
 
@@ -133,13 +135,17 @@ class Hub:
         for name in ("snapshot_download", "list_repo_files"):
             monkeypatch.setattr(huggingface_hub, name, getattr(self, name))
 
-    def list_repo_files(self, repo_id, *, revision=None):
-        assert repo_id == "Some-Owner/name-0.5B_x" and revision in (None, self.snapshot.name)
+    def list_repo_files(self, repo_id, *, revision=None, token=None):
+        assert repo_id == "Some-Owner/name-0.5B_x"
+        assert revision in (None, self.snapshot.name) and token is None
         files = (file for file in self.repository.rglob("*") if file.is_file())
         return sorted(str(file.relative_to(self.repository)) for file in files)
 
-    def snapshot_download(self, repo_id, *, allow_patterns, revision=None):
-        files = self.list_repo_files(repo_id, revision=revision)
+    def snapshot_download(
+        self, repo_id, *, allow_patterns, revision=None, token=None, local_files_only=False
+    ):
+        assert not local_files_only
+        files = self.list_repo_files(repo_id, revision=revision, token=token)
         self.snapshot.mkdir(parents=True, exist_ok=True)
         for name in huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns):
             (self.snapshot / name).parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +230,8 @@ def test_hub_error_is_reported_in_one_line(monkeypatch, error):
     reason = str(error).split("\n")[0] or "ValueError"
     assert (
         tiny.load_error("owner/name")
-        == f"model 'owner/name' does not exist here, and it could not be fetched from the hub: {reason}"
+        == f"model 'owner/name' does not exist here, and it could not be fetched from the hub: {reason}:"
+        " check the connection, or give a directory"
     )
 
 

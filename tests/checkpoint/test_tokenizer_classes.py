@@ -3,8 +3,10 @@
 The ids are those of transformers 5.24; where it is installed, it is asked again.
 """
 
-import warnings
+import logging
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -66,10 +68,14 @@ def directory(path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any],
 
 def opened(path: Path) -> tuple[xj.Tokenizer, list[str]]:
     """The tokenizer, and what is said when it is read."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    records = Queue[logging.LogRecord]()
+    handler = QueueHandler(records)
+    logging.getLogger("xinfer_jax").addHandler(handler)
+    try:
         tokenizer = xj.Tokenizer.from_dir(path)
-    return tokenizer, [str(one.message) for one in caught]
+    finally:
+        logging.getLogger("xinfer_jax").removeHandler(handler)
+    return tokenizer, [records.get().getMessage() for _ in range(records.qsize())]
 
 
 S, A, B, UPPER, SA, SUPPER, SS = 259, 260, 261, 262, 263, 264, 265  # "▁", "a", "b", "A", "▁a", "▁A", "▁▁"

@@ -274,7 +274,7 @@ def test_a_row_with_nan_fails_alone():
         (dict(options=dict(stop_token_ids=[*range(25)])), "stop_token_ids: an engine takes 16 at most"),
         (dict(options=dict(max_tokens=600)), "exceeds the 512 that a row of this engine can hold"),
         (dict(options=dict(stop_strings=[""])), "stop_strings must be a list of texts"),
-        (dict(options=dict(sampling=xj.SamplingConfig(temperature=1.0))), "sampling needs a PRNG key"),
+        (dict(options=dict(sampling=1.0)), "sampling must be a SamplingConfig, or a list of them, got 1.0"),
         (dict(deadline=0), "deadline must be a number of seconds above 0, got 0"),
         (dict(salt=5), "salt must be a string, got 5"),
         (dict(prompt_logprobs=21), "prompt_logprobs"),

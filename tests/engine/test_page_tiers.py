@@ -105,7 +105,7 @@ def test_pages_in_float8(prompts, tmp_path):
         assert again.stats.file_hits == 6 * 384
 
 
-def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, capfd):
+def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, caplog):
     shape = SHAPE | dict(host_pages=40, page_directory=tmp_path / "pages")
     with xj.Engine(model, **shape) as engine:
         assert ask(engine, prompts) == expected
@@ -124,7 +124,7 @@ def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, ca
             page_settings(model.params, model.config, dataclasses.replace(core.shape, **other))
         )
         assert len(unknown_pages(core, prompts[0])) == 6
-    capfd.readouterr()
+    caplog.clear()
 
     bad = files_of(tmp_path / "pages")
     for path in bad[::3]:
@@ -140,7 +140,7 @@ def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, ca
     with xj.Engine(model, **shape) as last:
         assert ask(last, prompts) == expected
         assert last.stats.hits == 0
-    assert capfd.readouterr().err.count("page directory") == 1
+    assert caplog.text.count("page directory") == 1
 
 
 @pytest.mark.full
@@ -227,7 +227,7 @@ def test_the_least_recently_used_files_are_deleted(files, tmp_path):
     assert b"f" not in again and b"g" in again
 
 
-def test_an_interrupted_or_failed_write_leaves_no_page(files, tmp_path, monkeypatch, capfd):
+def test_an_interrupted_or_failed_write_leaves_no_page(files, tmp_path, monkeypatch, caplog):
     old = tmp_path / "pages" / ".tmp"
     old.write_bytes(b"half a page")
     os.utime(old, (1, 1))
@@ -241,7 +241,7 @@ def test_an_interrupted_or_failed_write_leaves_no_page(files, tmp_path, monkeypa
         assert not files.can_write
         files._paused_until = 0.0
         write(files, b"b")
-    assert capfd.readouterr().err.count("No space left") == 1
+    assert caplog.text.count("No space left") == 1
     assert b"a" not in files and {path.name for path in (tmp_path / "pages").iterdir()} == {".tmp", "secret"}
     assert PageFiles(tmp_path / "pages", 3500) and not old.exists()
 

@@ -212,7 +212,7 @@ BAD_OPTIONS = {
     "prefix": ("x", {}),
     "impl": (5, "fast", ["xla"]),
     "cache_dtype": (5, ["int8"], "int3", True),
-    "sampling": ({}, None, "x", xj.SamplingConfig, [xj.SamplingConfig(), {}]),
+    "sampling": ({}, "x", xj.SamplingConfig, [xj.SamplingConfig(), {}]),
 }
 
 

@@ -31,9 +31,9 @@ BOUNDS = {FUNCTIONAL: Size(lines=6_470, code=3_755), GENERATE: Size(lines=7_290,
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
-    "adapters", "alternatives", "functions of callers", "grammars", "meshes", "other settings", "packed rows",
-    "prefixes", "quantized caches", "routes", "settings of a checkpoint", "speculative decoding",
-    "stacked layers", "taps", "truncated rows",
+    "adapters", "alternatives", "functions of callers", "grammars", "meshes", "objects of transformers",
+    "other settings", "packed rows", "prefixes", "quantized caches", "routes", "settings of a checkpoint",
+    "speculative decoding", "stacked layers", "taps", "truncated rows",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax", "xinfer_jax.lazy_names", "xinfer_jax.registry"}  # modules that import by name
 

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.oldest
 
 # A package, or a module at the top, imports only those that come before it.
 PACKAGES = (
-    "lazy_names", "registry", "annotations", "errors", "modes", "plugins", "old_names", "checks", "device",
-    "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers", "feed_forward",
-    "model", "sampling", "generation", "backends", "layerwise",
-    "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",
-    "reranking", "adapters", "compress", "estimates", "processes", "engine", "api", "batch", "cli", "serve",
-    "exporting", "testing", "__main__",
+    "lazy_names", "registry", "annotations", "errors", "wrong_types", "modes", "plugins", "old_names",
+    "checks", "device", "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers",
+    "feed_forward", "model", "sampling", "generation", "backends", "layerwise", "tool_calls", "grammar",
+    "families", "formats", "tokenization", "checkpoint", "text", "embedding", "reranking", "adapters",
+    "compress", "estimates", "processes", "engine", "api", "batch", "cli", "serve", "exporting", "testing",
+    "__main__",
 )  # fmt: skip
 LIBRARY = ROOT / "xinfer_jax"
 FORMATTED_BY_HAND = 138  # statements with `# fmt: skip`

@@ -423,7 +423,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, capsys):
+def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, caplog):
     """The last tests: engines do not come back."""
     engine = apart
     if side == "prefill":
@@ -451,4 +451,4 @@ def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, ca
     with pytest.raises(xj.InputError, match=f"the {side} engine on .* is closed: division by zero"):
         engine.submit([5])
     engine.close()
-    assert f"the {side} engine on" in capsys.readouterr().err
+    assert f"the {side} engine on" in caplog.text

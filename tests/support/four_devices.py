@@ -212,7 +212,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
     engines[0].close()
 
 
-def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):
+def test_an_engine_that_fails_leaves_the_others_running(unstarted, caplog):
     good, bad = unstarted.engines
     bad.core.device.decode = lambda *_: 1 / 0
     requests = [unstarted.submit([5, 6], options(5)) for _ in range(4)]
@@ -228,7 +228,7 @@ def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):
     assert not unstarted.alive and good.error is None and bad.load == 0
     with pytest.raises(xj.InputError, match=r"engine 2 of 2 \(.*\) is closed: division by zero"):
         unstarted.submit([5])
-    assert "engine 2 of 2 (" in (said := capsys.readouterr().err)
+    assert "engine 2 of 2 (" in (said := caplog.text)
     assert "has failed: ZeroDivisionError" in said
 
 

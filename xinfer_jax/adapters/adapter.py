@@ -12,7 +12,7 @@ import numpy as np
 
 from ..annotations import AnyArray, Dtype
 from ..checks import check_integer
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError, format_names, format_value
 from ..modes import in_default_modes
 from ..weights.param_specs import leaf_name
@@ -64,6 +64,7 @@ def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
     """Returns the specs of the matrices that can have adapters, by path: those of linear layers, experts and
     routers, of the embedding and of the head, also where these are tied.
     """
+    check_config(config)
     specs = jax.tree.leaves(param_specs(untied(config)))
     matrices = (spec for spec in specs if spec.is_matrix and spec.name.endswith(".weight"))
     return {spec.name.removesuffix(".weight"): spec for spec in matrices}

@@ -1,7 +1,7 @@
 """Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import warnings
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +16,8 @@ from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
-from ..formats.files import download_adapter, file_exists, read_json, resolve_directory
+from ..formats.files import file_exists, read_json
+from ..formats.hub import HubOptions, download_adapter, resolve_directory
 from ..formats.tensor_files import on_host, write_whole
 from ..formats.tensors import read_tensor_file
 from ..modes import in_default_modes
@@ -35,6 +36,8 @@ from .peft_modules import (
     with_wrappers,
 )
 
+_LOGGER = logging.getLogger(__name__)
+
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -45,28 +48,35 @@ _BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and he
 
 
 @in_default_modes
-def load_adapter(
+def load_adapter(  # noqa: PLR0913  a public function
     config: ModelConfig,
     path_or_repo_id: str | Path,
     *,
     dtype: Dtype | None = None,
     base: str | None = None,
     max_rank: int | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    subfolder: str = "",
+    local_files_only: bool = False,
 ) -> Adapter:
     """Returns a LoRA adapter as PEFT saves it.
 
     Args:
         config: of the model that it was trained for.
-        path_or_repo_id: its directory, or a hub name owner/name.
+        path_or_repo_id: its directory, or a hub name owner/name or owner/name@revision.
         dtype: of the arrays; None: that of the file.
-        base: the name or path of the model: another one than that of the adapter's is a warning; None: none.
+        base: the name or path of the model; if the adapter names another one, the log has a warning; None:
+            not known.
         max_rank: the largest rank of a matrix; None: any.
+        revision, token, subfolder, local_files_only: as in `load_model`.
 
     Raises:
         InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
             missing, unknown, misshapen or not finite; a rank above `max_rank`, before any tensor is read.
     """
-    path = resolve_directory(path_or_repo_id, download_adapter, "adapter")
+    hub = HubOptions(revision, token, subfolder, local_files_only)
+    path = resolve_directory(path_or_repo_id, download_adapter, "adapter", hub)
     file = path / CONFIG
     if file.is_file() and file.stat().st_size > _MAX_CONFIG:
         raise InputError(f"{file} has {file.stat().st_size} bytes, the limit is {_MAX_CONFIG}")
@@ -75,10 +85,8 @@ def load_adapter(
         raise InputError(f"{path} holds no {CONFIG}: give the directory of an adapter as PEFT saves it")
     trained = settings.get("base_model_name_or_path")
     if base and trained and isinstance(trained, str) and Path(base).name != Path(trained).name:
-        warnings.warn(
-            f"{path} is an adapter of {format_value(trained)}, the model is {format_value(base)}",
-            stacklevel=2,
-        )
+        names = format_value(trained), format_value(base)
+        _LOGGER.warning("%s is an adapter of %s, the model is %s", path, *names)
     if not file_exists(path / WEIGHTS):
         raise InputError(f"{path} holds no {WEIGHTS}: save the adapter as safetensors")
     matrices = adaptable_matrices(config).values()

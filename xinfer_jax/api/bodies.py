@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from ..checkpoint.loading import Model
+from ..checkpoint.model_defaults import options_of_model
 from ..config.model_config import ModelConfig
 from ..engine.engine_device import MAX_STOP_IDS
 from ..engine.request_options import RequestOptions
@@ -106,7 +107,8 @@ def parse_request_body(
     Args:
         kind: as in `ParsedBody`.
         body: the JSON object; null counts as absent.
-        defaults: for absent fields. max_tokens is the default of plain lines and the limit of chat's.
+        defaults: for absent fields; without `sampling` the model's settings count. max_tokens is the
+            default of plain lines and the limit of chat's.
         max_length: most tokens of a prompt and its answer together.
         escape: control tokens that messages spell stay ordinary text.
         check: called before each prompt is encoded; it raises if nobody needs the body.
@@ -114,6 +116,7 @@ def parse_request_body(
             reasoning too.
         plain: defaults of the fields `raw` and `system`.
     """
+    defaults = options_of_model(model, defaults)
     given = {name: value for name, value in body.items() if value is not None}
     given, unknown = check_fields(kind, plain | given)
     fields = Fields(given)

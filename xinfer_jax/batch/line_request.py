@@ -14,13 +14,14 @@ from ..api.responses import response_body
 from ..api.routed_experts import check_recorded
 from ..api.score_body import format_scores, parse_score_body
 from ..checkpoint.loading import Model
+from ..checkpoint.model_defaults import options_of_model
 from ..checks import check_integer
 from ..engine.engines import AnyEngine
 from ..engine.request_options import RequestOptions
 from ..engine.requests import Request
 from ..engine.submission import requests_of
 from ..errors import InputError, format_value
-from ..generation.options import GenerateOptions, options_or_default
+from ..generation.options import GenerateOptions
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..text import checked_stop_strings
@@ -59,7 +60,7 @@ class LineDefaults:
         model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool, escape: bool
     ) -> "LineDefaults":
         """Checks a caller's values. raw becomes True if the model has no chat template."""
-        options = options_or_default(options)
+        options = options_of_model(model, options)
         tokenizer = model.tokenizer
         options = dataclasses.replace(options, stop_strings=checked_stop_strings(options))
         if not isinstance(options.sampling, SamplingConfig):
@@ -199,9 +200,10 @@ class LineRequest:
             asked = RequestOptions(
                 prompt_logprobs=1, prompt_logprobs_from=len(context), live=False, adapter=adapter
             )
-            self.requests.append(
-                self._engine.submit(ids, GenerateOptions(max_tokens=1, eos_token_ids=()), asked)
-            )
+            greedy = GenerateOptions(
+                max_tokens=1, sampling=SamplingConfig(), eos_token_ids=()
+            )  # its one token is not used
+            self.requests.append(self._engine.submit(ids, greedy, asked))
 
     def _scores(self) -> dict[str, Any]:
         for request in self.requests:

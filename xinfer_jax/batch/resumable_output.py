@@ -3,9 +3,9 @@
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import numpy as np
 
 from ..errors import InputError, format_value
 from .input_lines import DIGEST_BYTES, open_input, read_lines
+
+_LOGGER = logging.getLogger(__name__)
 
 _FORMAT = 2  # of the progress file; format 1 had digests of 8 bytes, and no `failed`
 # A finished line: number, `Line.digest`, offset in the output after its answer, whether that is an error.
@@ -244,7 +246,7 @@ def _check_same(earlier: dict[str, Any], settings: dict[str, Any], output: Path)
             what = f"{name} {format_value(was)}, here {format_value(now)}"
             raise InputError(f"{output} was begun with {what}: give the same, or another output")
         what = f"{name.removeprefix('machine.')} {format_value(was)}, here {format_value(now)}"
-        warnings.warn(f"{output} was begun with {what}: the last bits may differ from here on", stacklevel=4)
+        _LOGGER.warning("%s was begun with %s: the last bits may differ from here on", output, what)
 
 
 def _write(file: int, data: bytes, path: Path, sync: bool = False) -> None:

@@ -1,5 +1,6 @@
 """`generate_file`: a file of prompts in, a file of answers out."""
 
+import logging
 import math
 import re
 import sys
@@ -29,6 +30,8 @@ from .input_lines import Line, open_input, read_lines
 from .line_request import LineDefaults, LineRequest, default_model_names
 from .resumable_output import ResumableOutput, check_output, matches_record, progress_file, shard_file
 from .run_settings import run_settings
+
+_LOGGER = logging.getLogger(__name__)
 
 _QUEUED_LINES = 16  # parsed lines that wait to be submitted
 _SYNC_SECONDS = 1.0  # between two syncs of the output
@@ -126,7 +129,8 @@ def generate_file(  # noqa: PLR0913  a public function
         model: from `load_model`.
         input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is decompressed.
         output: a file; OUTPUT.progress beside it records which lines are finished.
-        options: defaults for what a line leaves out.
+        options: defaults for what a line leaves out. Without `options.sampling` these are the settings of the
+            model's generation_config.json.
         seed: a line without a seed gets key(seed), into which four numbers are folded in turn: the first four
             uint32, little-endian, of the sha256 of its custom_id or number.
         raw, system: as in `encode_prompt`, for lines with a prompt.
@@ -137,7 +141,7 @@ def generate_file(  # noqa: PLR0913  a public function
             where the model was loaded from, the last part of that, or its model_type.
         shard: (i, n): answers only lines i + 1, i + 1 + n, … and writes to OUTPUT.i-of-n.
         stop: when it is set, no more lines start, and running ones have `grace` seconds to end.
-        progress: show progress on standard error.
+        progress: show a bar on standard error if it is a terminal; else log a line a minute, at level INFO.
         escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
         starting: a context manager that is entered while the engine starts, which compiles programs.
         data_parallel: the number of engines.
@@ -290,7 +294,7 @@ class _BatchRun:
             if self._total and rate:
                 minutes = max(0, self._total - done) / rate / 60
                 of_total = f" of {self._total}, {minutes:.0f} minutes left"
-            print(f"{done} lines{of_total}: {self._rates()}", file=sys.stderr, flush=True)
+            _LOGGER.info("%d lines%s: %s", done, of_total, self._rates())
             self._last_log = now
 
     def _rates(self) -> str:

@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 
 from ..annotations import Dtype
 from ..checks import array_module
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..config.unsupported import check_causal
-from ..errors import InputError, ShortRepr
+from ..errors import ContextLengthError, InputError, ShortRepr
 from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
 from ..old_names import renamed_arguments
@@ -135,6 +135,7 @@ def init_cache(
         InputError: rows or capacity below 1; a model without caches; too little memory; or, with rope type
             `dynamic` or `longrope`, a capacity above the original maximum.
     """
+    check_config(config)
     check_causal(config, "a KV cache")
     if rows < 1 or capacity < 1:
         raise InputError(
@@ -192,7 +193,7 @@ def state_bytes(config: ModelConfig) -> int:
 def check_append(cache: KVCache, tokens: int) -> None:
     """Raises InputError where one call cannot append this number of tokens to a row."""
     if tokens > cache.capacity:
-        raise InputError(
+        raise ContextLengthError(
             f"{tokens} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"
         )
     if tokens > cache.most_at_once:

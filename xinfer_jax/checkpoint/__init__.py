@@ -4,6 +4,7 @@
 - `sharded_leaves` splits a leaf over a mesh, and `leaf_loader` reads it.
 - `embedding_modules` reads how vectors are made of hidden states.
 - `loading` has `load_model`, and `saving` has `save_model`.
+- `model_defaults` fills in the sampling settings and the key that a caller does not give.
 
 - Loading has two steps. `open_checkpoint` reads headers and small files, rejects what does not fit and knows
   every shape, so that programs compile while `Checkpoint.read` reads the weights.

@@ -20,13 +20,14 @@ from ..errors import InputError, format_names
 from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.skipped_tensors import unused_names
-from ..formats.files import BUNDLED, checkpoint_path, is_gguf
+from ..formats.hub import HUB_DEFAULTS, HubOptions, checkpoint_path, is_gguf, split_revision
 from ..formats.quantized_formats import KEPT_IF_ASKED, not_kept
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensors import Shape, Tensors, TensorSpec
 from ..formats.text_tensors import other_tensors, warn_of_other_tensors
 from ..memory_plan import format_mib
 from ..ops.operation import without_mesh_context
+from ..sampling.sampling_config import SamplingConfig
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..tokenization.tokenizer import Tokenizer
 from ..weights.layout import shardings
@@ -67,9 +68,9 @@ class Model:
         params: the parameter tree: nested dicts and tuples of arrays or quantized leaves.
         config: the model's shape and settings, with the checkpoint's EOS ids; static under `jit`.
         tokenizer: converts text to ids and back; None: functions of text raise.
-        generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
+        generation_config: generation_config.json, empty if there is none; `sampling_config` reads it.
         load_stats: what loading cost.
-        name: the directory or hub name that it was loaded from, "bundled", or "" for none.
+        name: the directory or hub name that it was loaded from, without a revision; "bundled"; or "": none.
         embedding: how its checkpoint makes vectors of texts; None: it does not say.
 
     An InputError names all leaves that are missing, unknown or misshapen.
@@ -88,6 +89,25 @@ class Model:
         if self.load_stats is None:
             dtype = jnp.dtype(activation_dtype(self.params)).name
             object.__setattr__(self, "load_stats", LoadStats(0.0, tree_bytes(self.params), dtype))
+
+    def sampling_config(self, **settings: Any) -> SamplingConfig:
+        """Returns the sampling settings of generation_config.json, with the given ones in their place.
+
+        Functions of a `Model`, the commands and the server use these settings for what a caller does not
+        give.
+
+        Args:
+            settings: fields of `SamplingConfig`: `model.sampling_config(temperature=0.5)`.
+
+        Raises:
+            InputError: a name that is no field; a value out of range; a setting of the file that is not
+                supported.
+        """
+        fields = [field.name for field in dataclasses.fields(SamplingConfig)]
+        if unknown := [name for name in settings if name not in fields]:
+            raise InputError(f"{unknown[0]!r} is no sampling setting: give {', '.join(fields)}")
+        defaults = SamplingConfig.from_hf(self.generation_config)
+        return dataclasses.replace(defaults, **settings).validate()
 
     def __repr__(self) -> str:
         tokenizer = "tokenizer" if self.tokenizer else "no tokenizer"
@@ -127,7 +147,7 @@ class Checkpoint:
 
 
 @without_mesh_context
-def load_model(
+def load_model(  # noqa: PLR0913  a public function
     path_or_repo_id: str | Path | None = None,
     dtype: Dtype | None = None,
     quantize: str | None = None,
@@ -135,15 +155,19 @@ def load_model(
     activations: str | None = None,
     *,
     dequantize: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    subfolder: str = "",
+    local_files_only: bool = False,
 ) -> Model:
     """Loads a Hugging Face checkpoint.
 
     Args:
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
-            name owner/name, or a GGUF file; None: the bundled checkpoint. Quantized matrices stay as they are
-            stored where a leaf has that form: GGUF, AWQ, GPTQ, AutoRound, BitNet, MLX, MXFP4, whole numbers
-            of compressed-tensors and bitsandbytes. Those in FP8, NVFP4, NF4 and FP4 become floats on every
-            device, unless FP8 is asked for.
+            name owner/name or owner/name@revision, or a GGUF file; None: the bundled checkpoint. Quantized
+            matrices stay as they are stored where a leaf has that form: GGUF, AWQ, GPTQ, AutoRound, BitNet,
+            MLX, MXFP4, whole numbers of compressed-tensors and bitsandbytes. Those in FP8, NVFP4, NF4 and FP4
+            become floats on every device, unless FP8 is asked for.
         dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
             of FP8, NVFP4, NF4 and FP4 bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; "fp8": those
@@ -159,11 +183,21 @@ def load_model(
             rotate their activations. None: activations keep 16 bits.
         dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
             says; those of GGUF files are also without it.
+        revision: of a repository on the hub: a branch, a tag or a commit, which pins the files; None: the
+            default branch.
+        token: an access token of the hub; True: the token of `hf auth login`; False: no token; None: the
+            token of `hf auth login` or of the environment variable HF_TOKEN, if there is one.
+        subfolder: the folder of the repository or of the directory that has the files; "": its root.
+        local_files_only: True: take only files that were downloaded before, and do not ask the hub.
 
     Raises:
-        InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
+        InputError: files missing, unreadable or not fitting the config, every tensor at fault named; a
+            directory or a file with a revision; a checkpoint that cannot be downloaded.
     """
-    checkpoint = open_checkpoint(path_or_repo_id, dtype, quantize, mesh, activations, dequantize=dequantize)
+    hub = HubOptions(revision, token, subfolder, local_files_only)
+    checkpoint = open_checkpoint(
+        path_or_repo_id, dtype, quantize, mesh, activations, dequantize=dequantize, hub=hub
+    )
     return checkpoint.read()
 
 
@@ -175,6 +209,7 @@ def open_checkpoint(
     activations: str | None = None,
     *,
     dequantize: bool = False,
+    hub: HubOptions = HUB_DEFAULTS,
 ) -> Checkpoint:
     """Does everything of `load_model` except reading the weights; same arguments and errors."""
     start = time.perf_counter()
@@ -183,7 +218,7 @@ def open_checkpoint(
     asked = quantize if quantize in KEPT_IF_ASKED else None
     check_quantize_method(None if asked else quantize)
     check_activations(activations, quantize)
-    path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
+    path = checkpoint_path(path_or_repo_id, hub=hub)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)
     config = opened.config
@@ -214,7 +249,7 @@ def open_checkpoint(
         raise not_kept(asked, path)
     dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
-    name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
+    name = "bundled" if path_or_repo_id is None else split_revision(str(path_or_repo_id))[0]
     texts = opened.tokenizer, opened.generation_config
     return Checkpoint(Model(structs, config, *texts, stats, name, opened.embedding), read)
 

@@ -23,7 +23,8 @@ from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
 from ..families.writing import to_hf
-from ..formats.files import TEXT_FILES, checkpoint_dir, read_json
+from ..formats.files import TEXT_FILES, read_json
+from ..formats.hub import checkpoint_dir
 from ..formats.quantized_formats import (
     SETTINGS_FILES,
     format_to_write,

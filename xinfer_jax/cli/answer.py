@@ -104,13 +104,14 @@ def with_adapter_files(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
 
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
-    """The checkpoint's sampling defaults, with the flags that are set."""
+    """`Model.sampling_config` with the flags that are set; --nogeneration_config leaves out the file."""
+    if not flags.generation_config:
+        model = dataclasses.replace(model, generation_config={})
     values = {s.name: flags[s.field].value for s in SETTINGS.values() if s.field in flags}
     given = {name: value for name, value in values.items() if value not in (None, [])}
-    defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
-    ids = ids_of_texts(given, defaults, model.tokenizer, model.config.vocab_size)
+    ids = ids_of_texts(given, model.sampling_config(), model.tokenizer, model.config.vocab_size)
     given |= {name: array.tolist() for name, array in ids.items()}
-    return dataclasses.replace(defaults, **given).validate()
+    return model.sampling_config(**given)
 
 
 def grammar_from_flags(flags: Flags) -> Grammar | None:

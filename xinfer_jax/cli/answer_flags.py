@@ -32,13 +32,25 @@ _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
 
 
-def define_model(parser: FlagParser) -> None:
-    """Flags of the model, which all commands have."""
-    parser.group = "model"
+def define_checkpoint(parser: FlagParser, default: str = "the bundled one") -> None:
+    """Flags that name a checkpoint."""
     parser.add_text(
-        "model", "Checkpoint: a directory, or a Hugging Face hub name owner/name. Default: the bundled one.",
+        "model",
+        "Checkpoint: a directory, or a Hugging Face hub name owner/name or owner/name@revision."
+        f" Default: {default}.",
         empty="give a directory or a hub name",
-    )  # fmt: skip
+    )
+    parser.add_text(
+        "revision",
+        "Branch, tag or commit of --model=owner/name. Default: the default branch.",
+        empty="give a branch, a tag or a commit",
+    )
+
+
+def define_model(parser: FlagParser) -> None:
+    """Flags of the model, which most commands have."""
+    parser.group = "model"
+    define_checkpoint(parser)
     parser.add_choice(
         "dtype",
         "float32, bfloat16 or float16. Default: float32 on CPU; bfloat16 on GPU and TPU, and of FP8 files.",

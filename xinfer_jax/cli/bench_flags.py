@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..estimates.model_shapes import hf_config
-from .answer_flags import define_kernels
+from .answer_flags import define_checkpoint, define_kernels
 from .flag_parser import FlagParser
 from .process import command_main
 from .terminal import status
@@ -24,10 +24,7 @@ PARSER = FlagParser(
     "--model Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16 --quantize int8 --batch_sizes 1,8,32",
 )
 PARSER.group = "model"
-PARSER.add_text(
-    "model", "Checkpoint: a directory, or a Hugging Face hub name owner/name. Default: --config.",
-    empty="give a directory or a hub name",
-)  # fmt: skip
+define_checkpoint(PARSER, "--config")
 PARSER.add_text(
     "config",
     "A built-in shape (`xinfer-jax plan --help` lists them), or a directory with config.json. The weights are"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..cache.prefix import Prefix
-from ..errors import InputError
+from ..errors import ContextLengthError, InputError
 from ..generation.options import GenerateOptions, GenerateOutput
 from ..sampling.random_keys import key_from_seed
 from ..stats import GenerateStats
@@ -119,7 +119,7 @@ class Conversation:
             ids = encode_prompt(self._model, messages, escape_control_tokens=self._escape)
             if len(ids) + self._options.max_tokens <= self._capacity:
                 return turns[first:], ids
-        raise InputError(
+        raise ContextLengthError(
             f"a question of {len(ids)} tokens and its answer exceed {self._capacity} tokens: see --capacity"
         )
 

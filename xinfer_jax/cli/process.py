@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from ..errors import InputError, format_message
-from .terminal import discard_output, one_line_warnings, restore_terminal, status, write
+from .terminal import discard_output, log_on_terminal, one_line_warnings, restore_terminal, status, write
 
 _STARTED = time.monotonic()
 _STACK = 64 << 20  # bytes; the main thread has 8 MiB and more, another may have 512 KiB
@@ -147,7 +147,7 @@ def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding does not have is printed as "?".
         sys.stdout.reconfigure(errors="replace")
-    with one_line_warnings(name):
+    with one_line_warnings(name), log_on_terminal(name):
         try:
             if sys.stdout is None:
                 raise InputError("standard output is closed: there is nowhere to write the answer to")

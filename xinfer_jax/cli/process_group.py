@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, format_message
-from ..formats.files import BUNDLED, checkpoint_path, is_gguf
+from ..formats.hub import HubOptions, checkpoint_path, is_gguf
 from ..processes.coordinator import GroupMember
 from ..processes.launcher import Supervisor, become_child
 from .flag_parser import FlagParser, version
@@ -17,8 +17,8 @@ from .terminal import status
 
 # Flags that may differ between processes. Of the model the files are compared, not their path.
 _OWN = {
-    "coordinator", "process_id", "log_dir", "start_seconds", "compilation_cache", "model", "host", "port",
-    "api_key_file", "secret_file",
+    "coordinator", "process_id", "log_dir", "start_seconds", "compilation_cache", "model", "revision", "host",
+    "port", "api_key_file", "secret_file",
 }  # fmt: skip
 _SEVERAL = ("data_parallel", "prefill_devices", "decode_devices")  # engines
 _SAMPLE = 1 << 14  # bytes that are read at each of 64 offsets of a safetensors file
@@ -128,7 +128,8 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
     for name in ("model", "draft"):
         path = flags[name].value if name in flags else "none"
         if path not in ("lookup", "none") and (path or name == "model"):
-            directory = checkpoint_path(path, f"--{name}") if path else BUNDLED
+            hub = HubOptions(flags.revision if name == "model" else None)
+            directory = checkpoint_path(path or None, f"--{name}", hub)
             files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
             files = [file for file in sorted(files) if file.suffix in (".json", ".jinja", ".safetensors")]
             files += [directory] * is_gguf(directory)

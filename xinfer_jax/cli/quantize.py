@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint.loading import BUNDLED, Model, load_model
+from ..checkpoint.loading import Model, load_model
 from ..checkpoint.saving import save_model
 from ..compress import awq
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.conversion import specs_and_leaves
 from ..formats.compressed_tensors_packing import w4a16_settings
-from ..formats.files import checkpoint_dir
+from ..formats.hub import HubOptions, checkpoint_path
 from ..generation.entrypoints import generate
 from ..generation.options import GenerateOptions
 from ..model.decoder import forward
@@ -42,7 +42,7 @@ def quantize_checkpoint(flags: Any, calibration: list[str] | None, eval: list[st
     """Quantizes a checkpoint as the flags say; the exit code. calibration, eval: documents of files; None:
     the model samples them if flags ask for them.
     """
-    path = BUNDLED if flags.model is None else checkpoint_dir(flags.model)
+    path = checkpoint_path(flags.model, hub=HubOptions(flags.revision))
     with status("loading the model"):
         model = load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):

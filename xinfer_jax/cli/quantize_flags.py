@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ..errors import InputError
+from .answer_flags import define_checkpoint
 from .flag_parser import FlagParser
 from .process import command_main
 from .terminal import status
@@ -22,10 +23,7 @@ PARSER = FlagParser(
     "--model Qwen/Qwen2.5-0.5B-Instruct --output DIR --quantize int4 --eval sampled",
 )
 PARSER.group = "checkpoints"
-PARSER.add_text(
-    "model", "Checkpoint: a directory, or a Hugging Face hub name owner/name. Default: the bundled one.",
-    empty="give a directory or a hub name",
-)  # fmt: skip
+define_checkpoint(PARSER)
 PARSER.add_text("output", "Directory to write to. Default: only report.", empty="give a directory")
 PARSER.add_choice(
     "format",

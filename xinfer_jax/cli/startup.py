@@ -13,7 +13,7 @@ import jax
 
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
-from ..formats.files import checkpoint_path
+from ..formats.hub import HubOptions, checkpoint_path, split_revision
 from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
@@ -31,9 +31,9 @@ def join_processes() -> int:
 def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
     """Opens a checkpoint with the settings of flags, after a download with its own progress bar.
 
-    noun: names it in errors.
+    noun: names it in errors; --revision is that of the "model".
     """
-    path = name and checkpoint_path(name, noun)
+    path = checkpoint_path(name, noun, HubOptions(flags.revision if noun == "model" else None))
     mesh = flags.mesh
     if distributed_args() and not mesh:
         mesh = f"model={jax.device_count()}"
@@ -42,7 +42,8 @@ def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
         checkpoint = open_checkpoint(
             path, flags.dtype, flags.quantize, mesh, flags.activations, dequantize=flags.dequantize
         )
-    model = dataclasses.replace(checkpoint.model, name=name or "bundled")
+    name = split_revision(name)[0] if name else "bundled"
+    model = dataclasses.replace(checkpoint.model, name=name)
     return dataclasses.replace(checkpoint, model=model)
 
 

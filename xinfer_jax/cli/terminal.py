@@ -1,5 +1,6 @@
 """Output of a command: the answer on standard output, log lines and the status line on standard error."""
 
+import logging
 import os
 import sys
 import termios
@@ -14,6 +15,7 @@ from ..errors import InputError, format_message
 
 _ERASE = "\x1b[K"  # from the cursor to the end of the line
 _reading: list[list[Any]] = []  # the terminal's settings before the line that is being read
+_LIBRARY = __name__.partition(".")[0]  # the name of the logger above those of all modules
 _CACHE_WARNING = "persistent compilation cache entry"  # jax warns once for each program
 
 
@@ -127,6 +129,39 @@ def one_line_warnings(name: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+@contextmanager
+def log_on_terminal(name: str) -> Iterator[None]:
+    """Within, what the library logs appears on standard error: a warning in one line with the program's name,
+    as Python's warnings, and other lines from the level INFO on as they are.
+    """
+    logger = logging.getLogger(_LIBRARY)
+    level = logger.level
+    propagates = logger.propagate
+    handler = _StatusHandler(name)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # else a handler of the root logger would write the line again
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class _StatusHandler(logging.Handler):
+    """Writes records above the status line."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        is_warning = record.levelno == logging.WARNING
+        status.log(f"{self._name}: {format_message(text)}" if is_warning else text)
 
 
 def discard_output(stream: TextIO | None) -> None:

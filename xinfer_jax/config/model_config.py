@@ -217,6 +217,14 @@ def _has_cache(spec: Any) -> bool:
     return not getattr(spec, "shares_kv", False)
 
 
+def check_config(config: Any) -> None:
+    """Raises InputError unless config is a `ModelConfig`."""
+    if not isinstance(config, ModelConfig):
+        from ..wrong_types import not_a_config  # optional: objects of transformers
+
+        raise not_a_config(config)
+
+
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
     """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
     `longest` tokens. Raises InputError where the factors would change during generation: cached keys would be

@@ -80,7 +80,10 @@ class AsyncSampling:
         Args:
             ids: the prompt: a list, or an int array [T].
             options: as of `submit`, for one answer: several are several calls, which share the prompt's
-                pages.
+                pages. Without `options.sampling` the answer follows the model's generation_config.json, as of
+                every function of a model: its top_k and top_p cut the distribution. Rollouts that train on
+                log-probabilities of the whole distribution pass
+                `GenerateOptions(sampling=SamplingConfig(temperature=1.0))`.
             seed: of the random draws, at least 0; None: a random one, which the result has.
             live, how: as of `submit`, but for `key` and `prompt_logprobs`.
 

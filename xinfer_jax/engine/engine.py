@@ -3,7 +3,7 @@ gives them to.
 """
 
 import dataclasses
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +35,8 @@ from .scheduler import Scheduler
 from .shape import EngineShape, check_options, checked_memory_plan, engine_shape, page_settings
 from .warm_up import create_device
 from .weight_updates import own_array
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Engine(EngineLoop):
@@ -149,8 +151,7 @@ class Engine(EngineLoop):
             f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}{beyond}:"
             f" {self.memory}, ready in {time.perf_counter() - began:.1f} s{rest}"
         )
-        # In one write, as other engines may start at the same time.
-        print(f"{self.about}\n", end="", file=sys.stderr)
+        _LOGGER.info("%s", self.about)
         own: Any = device
         if self.channel and jax.process_index() == 0:
             own = Leader(device, self.channel)

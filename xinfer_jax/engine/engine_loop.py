@@ -4,9 +4,9 @@ own, or on the caller's.
 submit ─► `_submitted` ─ step: calls; new, cancelled and late requests; the core's step ─► answers
 """
 
+import logging
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +21,8 @@ from .requests import Request
 from .row import HeldAdapter
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
+
+_LOGGER = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.1  # for events, in a step of a core that only waits
 
@@ -172,7 +174,7 @@ class EngineLoop(EngineBase):
                     if not busy:
                         self._condition.wait_for(self._has_work, 1.0)
         except BaseException as error:  # all requests have it, and later `submit`s raise it
-            print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
+            _LOGGER.error("%s has failed: %s: %s", self.name, type(error).__name__, error)
 
     def _fail(self, error: BaseException) -> None:
         with self._condition:

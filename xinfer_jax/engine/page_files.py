@@ -7,8 +7,8 @@ line that names the format, an HMAC over name and page, and the page's bytes.
 import contextlib
 import hashlib
 import json
+import logging
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +26,8 @@ import numpy as np
 
 from ..errors import format_message
 from ..processes.secret import SIGNATURE_SIZE, folder_secret, sign
+
+_LOGGER = logging.getLogger(__name__)
 
 _HEAD = b"xinfer_jax page 1\n"
 _SUFFIX = ".page"
@@ -220,11 +222,11 @@ class PageFiles:
         return sign(self._secret, b"page", name.encode(), page.data)
 
     def _report(self, kind: str, about: str) -> None:
-        """Prints the first message of its kind."""
+        """Logs the first message of its kind."""
         if kind not in self._reported:
             self._reported.add(kind)
             line = format_message(f"page directory {self._directory}: {about}")
-            print(f"{line}; further ones are not reported\n", end="", file=sys.stderr)
+            _LOGGER.error("%s; further ones are not reported", line)
 
 
 def _begin(pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:

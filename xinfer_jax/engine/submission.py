@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import numpy as np
 
+from ..checkpoint.model_defaults import key_or_default, options_of_model
 from ..checks import is_sequence
 from ..config.model_config import with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_message, format_value
-from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
+from ..generation.options import GenerateOptions, GenerateOutput
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
 from ..grammar.grammars import with_tokenizer
 from ..ops.operation import without_mesh_context
@@ -53,13 +54,13 @@ def requests_of(
     request_options: RequestOptions,
 ) -> Iterator[Request]:
     """A request to an engine for each prompt; all share the checked options and their arrays. keys: of each,
-    [1], into which no number is folded any more; or None, for greedy answers. Raises InputError.
+    [1], into which no number is folded any more. Raises InputError.
     """
     model = engine.model
     request_options = request_options.checked(engine)
     name = request_options.adapter
     adapter = None if name is None else engine.adapters.find(name)
-    given = options_or_default(options)
+    given = options_of_model(model, options)
     options = _checked_options(engine, given)
     callers = None if given.processors is None else engine.processors.of_request(given.processors)
     factors = () if given.taps is None else engine.taps.of_request(given.taps)
@@ -76,8 +77,8 @@ def requests_of(
             kept = dataclasses.replace(first.options, stop_strings=tuple(given.stop_strings))
             params = dict(final_norm=model.params["final_norm"])
             first = dataclasses.replace(first, params=params, options=kept, callers=callers)
-        key = first.key if key is None else check_key(key, 1)
-        call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
+        ids_of_call = check_prompts(model.config, [ids])
+        call = dataclasses.replace(first, prompts=ids_of_call, key=check_key(key, 1))
         vars(call).update(greedy=first.greedy, all_settings_B=first.all_settings_B)  # computed once
         _check_sizes(engine, call)
         yield Request(engine, call, request_options, adapter, factors)
@@ -126,7 +127,11 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     settings = options.sampling
 
     def convert(sampling: Any) -> Any:
-        arrays = {name: np.asarray(x) for name, x in vars(sampling).items() if isinstance(x, jax.Array)}
+        if not isinstance(sampling, SamplingConfig):
+            return sampling  # `validate_call` raises
+        arrays: dict[str, Any] = {
+            name: np.asarray(x) for name, x in vars(sampling).items() if isinstance(x, jax.Array)
+        }
         return dataclasses.replace(sampling, **arrays) if arrays else sampling
 
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
@@ -140,14 +145,11 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
 
 
 def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
-    """The key of each prompt, uint32 [1, 2], or None; no program is compiled for it. keys: as of
-    `submit_many`.
-    """
-    if keys is None or isinstance(keys, list | tuple):
-        each = _per_prompt("keys", keys, prompts)
-        return [key if key is None else _prompt_keys(key, 1)[0] for key in each]
+    """The key of each prompt, uint32 [1, 2]; no program is compiled for it. keys: as of `submit_many`."""
+    if isinstance(keys, list | tuple):
+        return [_prompt_keys(key, 1)[0] for key in _per_prompt("keys", keys, prompts)]
     numbers = np.arange(prompts), np.zeros(prompts, np.int32)
-    return list(answer_keys(check_key(keys, prompts), *numbers)[:, None])
+    return list(answer_keys(check_key(key_or_default(keys), prompts), *numbers)[:, None])
 
 
 # The key of each prompt, as of `submit`, in a list; or the key of `generate`.
@@ -186,6 +188,7 @@ class EngineBase:
         self.sampling = AsyncSampling(self)
 
     if TYPE_CHECKING:  # attributes of the shape that callers read
+        model: Model
         rows: int
         capacity: int
         pages: int
@@ -234,7 +237,8 @@ class EngineBase:
         **fields: Unpack[RequestFields],
     ) -> Request:
         """`submit_many` of one prompt, with the same arguments. Its tokens are those of
-        `generate([ids], options, key=key)`.
+        `generate([ids], options, key=key)` with the sampling settings of the request. key: None:
+        `jax.random.key(0)`.
         """
         (request,) = self.submit_many([prompt], options, request_options, keys=[key], **fields)
         return request
@@ -252,10 +256,12 @@ class EngineBase:
 
         Args:
             prompts: token ids, texts, or messages.
-            options: for all, or one per prompt; None: `GenerateOptions()`. Options of a whole engine
-                (capacity, impl, cache_dtype, draft) are rejected.
+            options: for all, or one per prompt; None: `GenerateOptions()`. Without `options.sampling` an
+                answer follows the model's generation_config.json. Options of a whole engine (capacity, impl,
+                cache_dtype, draft) raise `InputError`.
             request_options: how the engine serves them; None: `RequestOptions()`.
-            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`.
+            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`; None:
+                `jax.random.key(0)`, so another call gives the same answers.
             fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`. The adapter may
                 be a list with one per prompt.
 
@@ -284,6 +290,8 @@ class EngineBase:
         asked = dataclasses.replace(asked or RequestOptions(), **given)
         prompt_keys = _prompt_keys(keys, len(prompts))
         each = _per_prompt("options", options, len(prompts))
+        of_model = {id(one): options_of_model(self.model, one) for one in each}
+        each = [of_model[id(one)] for one in each]
         adapters = _per_prompt("adapters", asked.adapter, len(prompts))
         requests = list[Request]()
         try:
@@ -309,8 +317,8 @@ class EngineBase:
         key: jax.Array | None = None,
         **fields: Unpack[ManyRequestFields],
     ) -> list[GenerateOutput]:
-        """Answers of many prompts in their order, equal to those of `xj.generate` with the same key. Other
-        arguments are as of `submit_many`.
+        """Answers of many prompts in their order, equal to those of `xj.generate` with the same key and the
+        same sampling settings. Other arguments are as of `submit_many`.
         """
         fields.setdefault("live", False)
         requests = self.submit_many(prompts, options, request_options, keys=key, **fields)

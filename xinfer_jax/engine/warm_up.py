@@ -2,7 +2,7 @@
 others in the background, one kind of request after another. A call waits for its own program only.
 """
 
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .engine_device import Device
 from .shape import EngineShape
+
+_LOGGER = logging.getLogger(__name__)
 
 Stage = Callable[[], Any]  # a dry run of calls
 _IDLE_SECONDS = 0.5  # for which the engine must have no request before the background takes the processors
@@ -89,7 +91,7 @@ class WarmUp:
             return
         except Exception as error:  # a request that needs the program compiles it, or has the error
             about = f"{type(error).__name__}: {error}"
-            print(f"a program was not compiled in the background: {about}", file=sys.stderr)
+            _LOGGER.error("a program was not compiled in the background: %s", about)
         with self._lock:
             self._left = {other: stage for other, stage in self._left.items() if other != name}
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..annotations import Dtype
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError, format_names, format_value
 from ..modes import in_default_modes
 from ..sharding import RULES
@@ -183,8 +183,7 @@ def params_from_tensors(
 
 
 def _check_arrays(config: Any, tensors: Any) -> None:
-    if not isinstance(config, ModelConfig):
-        raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
+    check_config(config)
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise InputError(f"tensors must be arrays by name, got {format_value(tensors)}")
     for name, tensor in tensors.items():

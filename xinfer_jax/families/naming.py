@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..plugins import load
 from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
 from .family import Joined, Names
@@ -90,6 +90,7 @@ class FileSpec(ParamSpec):
 
 def file_specs(config: ModelConfig) -> Params:
     """Returns the parameter tree of `config` with a `FileSpec` at every leaf."""
+    check_config(config)
     family = load("family", config.model_type)
     names = Names(NAMES | family.names.leaves, family.names.joined)
     return specs_by_names(config, names, family.mixer_names)

@@ -8,6 +8,7 @@ from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..plugins import load, names
+from ..wrong_types import not_a_config_file
 from .layer_fields import with_later_tokens
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
@@ -27,7 +28,7 @@ SIZES = (
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig.from_hf`."""
     if not isinstance(hf, Mapping):
-        raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
+        raise not_a_config_file(hf)
     hf = text_settings(hf)
     model_type = hf.get("model_type")
     family = load("family", model_type) if isinstance(model_type, str) else None

@@ -1,6 +1,7 @@
 """Files of tensors, and how matrices are quantized in them.
 
-- `files` finds a directory and reads its small files, and `other_formats` says what other files are.
+- `hub` finds the directory of a checkpoint or downloads it, `files` reads its small files, and
+  `other_formats` says what other files are.
 - `tensors` opens safetensors files, `text_tensors` leaves out the tensors of images and sound, and
   `tensor_files` writes files and directories.
 - `own_format` and `bitnet_format` store leaves as they are in memory: saving and loading change no bit.

@@ -52,4 +52,5 @@ def describe_name(name: str) -> str:
     if name.endswith(".gguf"):
         return "is a GGUF file, where only a directory is read: give the safetensors that it was made from"
     kind = "safetensors file" if name.endswith(".safetensors") else "file"
-    return f"is a {kind}, neither a directory nor a hub name: give the directory that has config.json too"
+    folder = os.path.dirname(path) or "."
+    return f"is a {kind}, neither a directory nor a hub name: give its directory, {folder!r}"

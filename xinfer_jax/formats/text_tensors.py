@@ -1,7 +1,7 @@
 """The tensors of the text model in a checkpoint that has others: vision models, draft layers, value heads."""
 
+import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +9,8 @@ from pathlib import Path
 from ..errors import format_names
 from ..families.skipped_tensors import INV_FREQ, find_prefix, text_name
 from .tensors import StoredTensor
+
+_LOGGER = logging.getLogger(__name__)
 
 # How the names of a family's tensors begin.
 _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_layer_", "lm_head.")
@@ -44,13 +46,11 @@ def other_tensors(names: Iterable[str]) -> set[str]:
 
 
 def warn_of_other_tensors(path: Path, names: Iterable[str]) -> None:
-    """One warning names the tensors that are not read, with how many there are for each pattern."""
+    """Logs one warning with the names of the tensors that are not read, as patterns with their counts."""
     counts = _counted(Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     if counts:
-        warnings.warn(
-            f"{path}: tensors that are not read, since no model has them: {format_names(counts)}",
-            stacklevel=5,
-        )
+        names_of_patterns = format_names(counts)
+        _LOGGER.warning("%s: tensors that are not read, since no model has them: %s", path, names_of_patterns)
 
 
 def _counted(counts: Counter[str]) -> tuple[str, ...]:

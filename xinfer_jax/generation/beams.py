@@ -129,7 +129,6 @@ def beam_search(  # noqa: PLR0913  a public function
     """
     settings = BeamSettings(num_beams, num_return_sequences, length_penalty, early_stopping)
     with Stopwatch() as setup:
-        sampling = SamplingConfig() if sampling is None else sampling
         options = GenerateOptions(
             max_tokens=max_tokens,
             sampling=sampling,

@@ -10,7 +10,7 @@ from ..cache.kv_cache import KVCache
 from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
-from ..errors import InputError, format_value
+from ..errors import ContextLengthError, InputError, format_value
 from ..model.extras import NO_EXTRAS
 from ..stats import GenerateStats
 from .batch_arrays import new_cache, pad_prompts
@@ -96,7 +96,7 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
         check_head_dim(width, call.options.cache_dtype)
     if config.context_length < longest + new:
         need = f"prompt of {longest} tokens + max_tokens {new}"
-        raise InputError(f"{need} exceeds the draft's context limit {config.context_length}")
+        raise ContextLengthError(f"{need} exceeds the draft's context limit {config.context_length}")
     fixed = with_fixed_rope(config, longest + new, longest + new)
     return draft if fixed is config else dataclasses.replace(draft, config=fixed)
 

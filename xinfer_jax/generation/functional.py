@@ -15,7 +15,7 @@ from ..checks import array_module, check_array, check_integer, check_range, chec
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError, format_value
+from ..errors import ContextLengthError, InputError, format_value
 from ..model.decoder import Inputs, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
@@ -334,7 +334,7 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
         return
     need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
     if need > cache.capacity:
-        raise InputError(
+        raise ContextLengthError(
             f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the"
             " prompt"
         )

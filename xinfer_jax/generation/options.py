@@ -9,7 +9,7 @@ import numpy as np
 
 from ..annotations import Dtype
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_token_counts, format_value
+from ..errors import format_token_counts
 from ..old_names import OldAttribute, keyword_options
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
@@ -35,7 +35,9 @@ class GenerateOptions:
 
     Attributes:
         max_tokens: most new tokens of a row, EOS included; at least 1.
-        sampling: how a token is sampled: for all prompts, or one per prompt.
+        sampling: how a token is sampled: one `SamplingConfig` for all prompts, or one per prompt; it counts
+            as a whole. None: functions of a `Model` follow its generation_config.json
+            (`Model.sampling_config`), and functions of `params` and `config` are greedy.
         eos_token_ids: any of them ends a row; None: the model's own (`ModelConfig.eos_token_ids`, which
             `load_model` finds); (): none, rows end at max_tokens.
         capacity: tokens that a row of the cache can hold; None: what the call needs, rounded up.
@@ -72,7 +74,7 @@ class GenerateOptions:
     """
 
     max_tokens: int = 128
-    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None
     eos_token_ids: Sequence[int] | None = None
     capacity: int | None = None
     use_cache: bool = True
@@ -163,5 +165,7 @@ def default_capacity(config: ModelConfig, prompt_tokens: int, max_tokens: int) -
 def options_or_default(options: GenerateOptions | None) -> GenerateOptions:
     """The options, or the defaults for None."""
     if options is not None and not isinstance(options, GenerateOptions):
-        raise InputError(f"options must be GenerateOptions, got {format_value(options)}")
+        from ..wrong_types import not_options  # optional: objects of transformers
+
+        raise not_options(options)
     return options or GenerateOptions()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..cache.kv_cache import KVCache
-from ..errors import InputError
+from ..errors import ContextLengthError, InputError
 from ..sampling.batched_settings import has_all_settings
 from .state import SampledTokens
 from .validation import ValidatedCall
@@ -29,4 +29,4 @@ def check_overflow(call: ValidatedCall, cache: KVCache | None) -> None:
     """Raises InputError where the tokens of a row did not fit into its cache."""
     if cache is not None and (overflow_B := np.asarray(cache.overflow_B)).any():
         row = overflow_B.argmax()
-        raise InputError(f"row {row} outgrew its cache of {call.capacity} tokens: raise capacity")
+        raise ContextLengthError(f"row {row} outgrew its cache of {call.capacity} tokens: raise capacity")

@@ -20,7 +20,7 @@ from ..checks import check_array, check_integer, check_range, is_traced, number_
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError, format_value
+from ..errors import ContextLengthError, InputError, format_value
 from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head, unembed
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
@@ -243,7 +243,7 @@ def score_completions(
         raise InputError(f"rows must be at least 1, got {rows}")
     texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
     if (longest := max(map(len, texts))) > config.context_length:
-        raise InputError(
+        raise ContextLengthError(
             f"prompt + completion of {longest} tokens exceed the model's context limit"
             f" {config.context_length}: shorten them"
         )

@@ -16,7 +16,7 @@ from ..errors import ContextLengthError, InputError, format_value
 from ..ops.operation import check_impl
 from ..registry import plugin
 from ..sampling.batched_settings import has_all_settings, settings_per_row, takes_most_likely
-from ..sampling.random_keys import check_key
+from ..sampling.random_keys import check_key, key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, activation_dtype, check_params
 from .executor import bucket, next_power_of_two
@@ -153,8 +153,8 @@ def validate_call(
     _check_length(config, options, longest)
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
-    if key is None:  # greedy: any keys serve, and these compile nothing
-        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
+    if key is None:  # greedy: any key serves
+        key = key_from_seed(0)
     config = with_fixed_rope(config, shortest, longest + options.max_tokens)
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
@@ -183,6 +183,7 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
         if not isinstance(value := getattr(options, name), bool | np.bool_):
             raise InputError(f"{name} must be True or False, got {format_value(value)}")
     values: dict[str, Any] = {"n": check_integer("n", options.n, 1, _MAX_ANSWERS)}
+    values["sampling"] = SamplingConfig() if options.sampling is None else options.sampling
     bounds = dict(
         max_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MAX_ANSWERS),
         logprobs=(0, None), draft_tokens=(1, MAX_DRAFT_TOKENS),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..annotations import AnyArray
 from ..checks import is_sequence, is_traced
-from ..errors import InputError, ShortRepr, format_value
+from ..errors import GrammarError, InputError, ShortRepr, format_value
 from .regex_parser import NotRegularError
 from .token_automaton import ENDS, MAX_ENTRIES, NEVER, token_automaton
 from .vocabulary import token_bytes
@@ -136,7 +136,7 @@ def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
         At most 512 states, 65,536 entries of the table, and 16.8 million states x tokens that may occur.
 
     Raises:
-        InputError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
+        GrammarError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
             that is too large: give `GenerateOptions(grammar=regex(…))`, which llguidance serves.
     """
     source = getattr(pattern, "source", pattern)
@@ -147,7 +147,7 @@ def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
         return Dfa(*token_automaton(source, *token_bytes(tokenizer, vocab_size)))
     except NotRegularError as error:
         remedy = "give GenerateOptions(grammar=regex(…)) to generate"
-        raise InputError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
+        raise GrammarError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..checks import is_sequence
-from ..errors import InputError, format_value
+from ..errors import GrammarError, InputError, format_value
 from ..tool_calls.call_grammar import ESCAPES
 from .compiler import AUTO
 from .matcher import CompiledGrammar
@@ -45,9 +45,9 @@ class Grammar:
             raise InputError(f"the {self.kind} grammar must be a text, got {format_value(self.source)}")
         if len(self.source) > MAX_CHARACTERS:
             size = f"{len(self.source)} characters, more than {MAX_CHARACTERS}"
-            raise InputError(f"the {self.kind} grammar has {size}: give a smaller one")
+            raise GrammarError(f"the {self.kind} grammar has {size}: give a smaller one")
         if re.search("[\ud800-\udfff]", self.source):
-            raise InputError(f"the {self.kind} grammar has half of a surrogate pair: leave it out")
+            raise GrammarError(f"the {self.kind} grammar has half of a surrogate pair: leave it out")
         end = self.reasoning_end
         if end is not None and not (isinstance(end, str) and end):
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
@@ -82,7 +82,7 @@ def json_schema(
         tokenizer, reasoning_end: as in `Grammar`.
 
     Raises:
-        InputError: not a schema, one that is too large, or that would allow answers that are not valid.
+        GrammarError: not a schema, one that is too large, or that would allow answers that are not valid.
             Whether it is served otherwise is known when it is used.
     """
     if hasattr(schema, "model_json_schema"):
@@ -91,10 +91,10 @@ def json_schema(
         value = json.loads(schema) if isinstance(schema, str) and len(schema) <= MAX_CHARACTERS else schema
         source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
+        raise GrammarError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
     is_large = len(source) > MAX_CHARACTERS  # `Grammar` says so
     if not (is_large or isinstance(value, Mapping | bool)):
-        raise InputError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
+        raise GrammarError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
     if value and not is_large:
         served = served_schema({} if value is True else json.loads(source), strict)
         options = ESCAPES | ({"whitespace_flexible": False} if compact else {})

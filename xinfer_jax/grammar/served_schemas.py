@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, TypeGuard
 
-from ..errors import InputError, format_value
+from ..errors import GrammarError, format_value
 from ..tool_calls.call_grammar import KEYWORDS
 from .schema_unions import exclusive_as_any, path_names
 
@@ -58,11 +58,11 @@ def served_schema(schema: Any, strict: bool) -> Any:
         strict: `uniqueItems` and formats that are not enforced are an error; else they are left out.
 
     Raises:
-        InputError: constants and bounds that llguidance would change; minProperties where repeated keys might
-            count; large multiples of one value; x-guidance.
+        GrammarError: constants and bounds that llguidance would change; minProperties where repeated keys
+            might count; large multiples of one value; x-guidance.
     """
     if isinstance(schema, Mapping) and "x-guidance" in schema:
-        raise InputError("x-guidance in a JSON schema is not served: leave it out")
+        raise GrammarError("x-guidance in a JSON schema is not served: leave it out")
     try:
         nodes: list[Mapping[str, Any]] = []
         kept = _KEPT | {*_names_in_references(schema)}
@@ -78,7 +78,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
             _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
         return _changed(schema, lambda node: _node(node, strict, merges))
     except RecursionError as error:
-        raise InputError("a JSON schema is nested too deeply to be served") from error
+        raise GrammarError("a JSON schema is nested too deeply to be served") from error
 
 
 def _names_in_references(value: Any) -> Iterator[str]:
@@ -144,7 +144,9 @@ def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, An
     least = node.get("minProperties")
     is_open = node.get("additionalProperties") is not False or "patternProperties" in node
     if is_open and _is_number(least) and least > len({*names}) + 1:
-        raise InputError(f"minProperties {least} is not served where keys may repeat: list them in required")
+        raise GrammarError(
+            f"minProperties {least} is not served where keys may repeat: list them in required"
+        )
     return node
 
 
@@ -170,7 +172,7 @@ def _constants(value: Any) -> Iterator[Any]:
 
 
 def _check_exact(constant: str | int | float) -> None:
-    """Raises InputError where llguidance would write something else for a part of a const or an enum."""
+    """Raises GrammarError where llguidance would write something else for a part of a const or an enum."""
     if isinstance(constant, str):
         is_exact = not _HAS_UNWRITABLE.search(constant)
     elif isinstance(constant, int):
@@ -179,7 +181,7 @@ def _check_exact(constant: str | int | float) -> None:
         digits = len(Decimal(repr(constant)).normalize().as_tuple().digits)
         is_exact = constant == 0 or 1e-7 <= abs(constant) <= _EXACT and digits <= _DECIMALS.prec
     if not is_exact:
-        raise InputError(
+        raise GrammarError(
             f"{format_value(constant)} of const or enum is not served: give a text without control"
             " characters, an integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
         )
@@ -192,7 +194,7 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
         ("format", isinstance(unknown, str) and unknown not in _FORMATS),
     ):
         if is_asked and strict:
-            raise InputError(
+            raise GrammarError(
                 f"{key} {format_value(node[key])} is not enforced: leave it out, or give strict false"
             )
         if is_asked or key == "uniqueItems":
@@ -260,7 +262,7 @@ def _least(limit: int | float, above: bool, integer: bool) -> int | float:
     else:
         least = _DECIMALS.next_plus(number) if above else _DECIMALS.plus(number)
     if least > _LARGEST:
-        raise InputError(f"a number beyond 64 bits is not served, got the bound {format_value(limit)}")
+        raise GrammarError(f"a number beyond 64 bits is not served, got the bound {format_value(limit)}")
     least = max(least, -_LARGEST)
     if not integer or abs(least) <= _EXACT:
         return int(least) if least == int(least) else float(least)
@@ -269,12 +271,12 @@ def _least(limit: int | float, above: bool, integer: bool) -> int | float:
 
 
 def _check_multiples(multiples: list[int | float]) -> None:
-    """Raises InputError where llguidance, which has 32 bits, may compute another common multiple."""
+    """Raises GrammarError where llguidance, which has 32 bits, may compute another common multiple."""
     numbers = [Decimal(str(one)) for one in multiples]
     places = max((-one.normalize().as_tuple().exponent for one in numbers), default=0)  # type: ignore[operator]
     whole = [int(one.scaleb(max(0, places))) for one in numbers]
     if len(whole) > 1 and math.lcm(*whole) * max(whole) >= _MOST_MULTIPLE:
-        raise InputError(
+        raise GrammarError(
             "multipleOf is not served in several schemas of one value where the numbers are large"
         )
 

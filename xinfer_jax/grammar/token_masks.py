@@ -152,7 +152,7 @@ def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        why = "a grammar needs llguidance, which is not installed: pip install '.[grammar]' in the checkout"
+        why = "a grammar needs llguidance, which is not installed: run pip install 'llguidance>=1.9.1'"
         raise InputError(why) from error
     return llguidance
 

@@ -3,8 +3,8 @@ host and the processes' messages if jax has no such server.
 """
 
 import datetime
+import logging
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+_LOGGER = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 60.0  # until arrays that nobody has acknowledged are freed
 _POLL_SECONDS = 0.001
@@ -22,7 +24,7 @@ class ArrayTransfer:
     passwords: who reaches it and guesses a random number of 63 bits, which is used once, can read an array.
     """
 
-    def __init__(self, host: str, log: Callable[[str], None] = lambda line: print(line, file=sys.stderr)):
+    def __init__(self, host: str, log: Callable[[str], None] = _LOGGER.info):
         """host: the address of this machine that the server binds to, at a free port; log: writes a line."""
         self._lock = threading.Lock()
         self._offered: dict[int, tuple[float, Any]] = {}  # by uuid: when it expires, the arrays

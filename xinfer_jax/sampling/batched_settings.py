@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import array_module, is_traced
-from ..errors import InputError, format_value
+from ..errors import InputError
 from .sampling_config import SamplingConfig
 from .settings import DTYPES, LISTS, NUMBERS, Setting, is_unset
 
@@ -39,7 +39,9 @@ def settings_per_row(
     """
     rows = [sampling] if isinstance(sampling, SamplingConfig) else sampling
     if not isinstance(rows, list | tuple) or not all(isinstance(row, SamplingConfig) for row in rows):
-        raise InputError(f"sampling must be a SamplingConfig, or a list of them, got {format_value(rows)}")
+        from ..wrong_types import not_sampling  # optional: objects of transformers
+
+        raise not_sampling(sampling)
     if len(rows) != batch and rows is sampling:
         raise InputError(
             f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt"

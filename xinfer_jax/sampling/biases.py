@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import check_token_ids, is_traced, number_array
-from ..errors import InputError, format_value
+from ..errors import InputError, NoTokenLeftError, format_value
 from .sampling_config import SamplingConfig
 from .settings import LISTS
 
@@ -155,7 +155,7 @@ def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> A
             )
         if np.any(np.all(bias_BV == -np.inf, -1)):
             settings = "logit_bias, allowed_token_ids and forbidden_token_ids"
-            raise InputError(f"{settings} leave no token that can be sampled: loosen them")
+            raise NoTokenLeftError(f"{settings} leave no token that can be sampled: loosen them")
     return bias_BV
 
 

@@ -63,7 +63,8 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and value not in neutral:
             raise InputError(
                 f"generation_config.json asks for {name}={format_value(value)}, which is not supported:"
-                " ignore that file (--nogeneration_config), or remove the setting"
+                " ignore that file (--nogeneration_config), give sampling=SamplingConfig(), or remove the"
+                " setting"
             )
     sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}
     given = {s.name: generation_config.get(s.hf) for s in SETTINGS.values() if s.hf}

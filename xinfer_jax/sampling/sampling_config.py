@@ -86,10 +86,15 @@ class SamplingConfig:
         temperature 1, top_k 50.
 
         Raises:
-            InputError: a setting out of range, or one that would change the result and is not supported.
+            InputError: a setting out of range, or one that would change the result and is not supported;
+                no mapping, for example a `GenerationConfig` of transformers: give its `to_dict()`.
         """
         from .generation_config import generation_defaults  # optional: settings of a checkpoint
 
+        if not isinstance(generation_config, Mapping):
+            from ..wrong_types import not_a_generation_config  # optional: objects of transformers
+
+            raise not_a_generation_config(generation_config)
         config = cls(**generation_defaults(generation_config)).validate()
         sampled = bool(generation_config.get("do_sample"))
         return config if sampled else dataclasses.replace(config, temperature=0.0)
@@ -142,8 +147,10 @@ def _is_valid(setting: Setting, value: Any) -> bool:
     return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(setting.valid[0](array)))
 
 
-def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: int = 0) -> int:
-    """`min_tokens` of a row of checked settings: one for all rows, or one per row."""
+def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig] | None, row: int = 0) -> int:
+    """`min_tokens` of a row of checked settings: one for all rows, or one per row; 0 for None."""
+    if sampling is None:
+        return 0
     settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]
     values = np.ravel(0 if settings.min_tokens is None else settings.min_tokens)
     return int(values[row if values.size > 1 else 0])

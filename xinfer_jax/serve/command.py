@@ -21,16 +21,18 @@ from ..cli.process_group import define_processes, parse_address, supervise
 from ..cli.terminal import status
 from ..engine.engine_options import EngineOptions
 from ..errors import InputError, format_message
+from ..formats.hub import split_revision
 from ..processes.channel import listen
 from ..processes.launcher import distributed_args
 from ..processes.secret import load_secret
 from .ip_addresses import parse_networks
 from .server_settings import LOCAL_HOSTS, ServerSettings
 
+_INSTALL = "pip install starlette uvicorn h11 prometheus-client llguidance"  # the extra `serve`
+
 PARSER = FlagParser(
     "xinfer-jax-serve",
-    "Serves a model through the OpenAI HTTP API, and a chat page.\n"
-    "Needs the extra packages of serve: run pip install '.[serve]' in a checkout of xinfer_jax.",
+    f"Serves a model through the OpenAI HTTP API, and a chat page.\nNeeds more packages: run {_INSTALL}.",
     "[flags]",
     "--model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
 )
@@ -156,9 +158,8 @@ def _run() -> int:
             from .app import make_server
             from .service import Service
         except ModuleNotFoundError as error:
-            remedy = "run pip install '.[serve]' in a checkout of xinfer_jax"
-            raise InputError(f"{error.name} is missing: {remedy}") from error
-    model = flags.model or "bundled"
+            raise InputError(f"{error.name} is missing: run {_INSTALL}") from error
+    model = split_revision(flags.model or "bundled")[0]
     name = flags.served_model_name or Path(model).name
     _check_names(options.adapters, name, model)
     seed = secrets.randbits(32) if flags.seed is None else flags.seed

@@ -20,6 +20,7 @@ from ..api.bodies import ParsedBody
 from ..api.fields import BodyError, with_field_names
 from ..api.responses_request import errors_of_chat
 from ..checkpoint.loading import Model
+from ..checkpoint.model_defaults import options_of_model
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
 from ..engine.row import HeldAdapter
@@ -69,7 +70,7 @@ class Service:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model = model
         self.tokenizer = model.tokenizer
-        self.defaults = defaults
+        self.defaults = options_of_model(model, defaults)
         settings = self.settings
         self.engine = engine or make_engine(model, settings.engine, settings.data_parallel).__enter__()
         self.admission.rows = self.engine.rows

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import re
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from .tokenizer_limits import (
     check_token_count,
     check_tokenizer_size,
 )
+
+_LOGGER = logging.getLogger(__name__)
 
 # Qwen's chat format, for a checkpoint without a template.
 CHATML = (
@@ -351,7 +353,7 @@ def _response_template(settings: dict[str, Any]) -> ResponseTemplate | None:
     try:
         return None if spec is None else parse_response_template(spec)
     except InputError as error:
-        warnings.warn(f"answers are not taken apart as the checkpoint says: {error}", stacklevel=4)
+        _LOGGER.warning("answers are not taken apart as the checkpoint says: %s", error)
         return None
 
 

@@ -9,8 +9,8 @@ Source: transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_
 
 import dataclasses
 import functools
+import logging
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +18,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from .tokenizer_limits import step_settings
+
+_LOGGER = logging.getLogger(__name__)
 
 _PLAIN = "TokenizersBackend"  # the class that follows tokenizer.json
 _CLASS_BY_TYPE = {  # the class by the model type of config.json, for families that are served
@@ -173,7 +175,7 @@ def follow_settings(
 
 
 def _say(sentence: str) -> None:
-    warnings.warn(f"tokenizer_config.json: {sentence}", stacklevel=5)
+    _LOGGER.warning("tokenizer_config.json: %s", sentence)
 
 
 def tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ..annotations import Params as Params
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError
 
 Axis = tuple[int, str | None]  # size and name
@@ -49,6 +49,7 @@ def param_specs(config: ModelConfig) -> Params:
 
     Matrices may have a bias next to their weight. Other mixers and feed-forwards have other leaves.
     """
+    check_config(config)
     d = (config.hidden_size, "embed")
     vocabulary = (config.vocab_size, "vocab")
     tree: Params = {

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..annotations import AnyArray as AnyArray, Dtype
-from ..config.model_config import ModelConfig
+from ..config.model_config import check_config
 from ..errors import InputError, format_value
 from ..memory_plan import MemoryPlan
 from ..registry import plugin
@@ -26,8 +26,7 @@ def check_params(params: Any, config: Any, stacked: bool = False) -> None:
     """Raises InputError unless params are a model's tree and config is its `ModelConfig`. stacked: layers may
     be those of `stack_layers`.
     """
-    if not isinstance(config, ModelConfig):
-        raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
+    check_config(config)
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
     kind = type(params["final_norm"])

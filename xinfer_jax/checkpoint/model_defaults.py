@@ -1,0 +1,34 @@
+"""Fills in what a caller of a function of a `Model` does not give: sampling settings, and the random key.
+
+`generation/README.md` has the rule. Functions of parameters and a config do not use this module.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ..errors import InputError, format_value
+from ..generation.options import GenerateOptions, options_or_default
+from ..sampling.random_keys import key_from_seed
+from .loading import Model
+
+
+def options_of_model(model: Model, options: Any) -> GenerateOptions:
+    """Returns the options, with the sampling settings of the model's generation_config.json if the options
+    have none. None: `GenerateOptions()`.
+
+    Raises:
+        InputError: no `GenerateOptions`; a setting of generation_config.json that is not supported.
+    """
+    if not isinstance(model, Model):
+        raise InputError(f"model must be what load_model gives, got {format_value(model)}")
+    options = options_or_default(options)
+    if options.sampling is not None:
+        return options
+    return dataclasses.replace(options, sampling=model.sampling_config())
+
+
+def key_or_default(key: jax.Array | None) -> jax.Array:
+    """Returns the key; for None `jax.random.key(0)`, which commands use without --seed."""
+    return key_from_seed(0) if key is None else key
