@@ -17,6 +17,7 @@ from xinfer_jax import annotations, testing
 from xinfer_jax.engine import engine_options, request_options
 from xinfer_jax.engine.part_method import PartMethod
 from xinfer_jax.generation.scoring import score
+from xinfer_jax.sampling import typed_settings
 
 pytestmark = [pytest.mark.oldest, pytest.mark.unit]
 
@@ -123,6 +124,11 @@ def texts_of_typed_dict(kind: type) -> dict[str, str]:
 def test_settings_of_an_engine_are_the_fields_of_its_options():
     own, fields = engine_options.EngineSettings, engine_options.EngineOptions
     assert texts_of_typed_dict(own) == texts_of_fields(fields) and not own.__required_keys__
+
+
+def test_settings_of_sampling_are_the_fields_of_its_config():
+    own = texts_of_typed_dict(typed_settings.SamplingSettings)
+    assert own == texts_of_fields(xj.SamplingConfig) and not typed_settings.SamplingSettings.__required_keys__
 
 
 def test_fields_of_requests_are_those_of_their_options():

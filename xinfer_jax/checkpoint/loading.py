@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from ..formats.text_tensors import other_tensors, warn_of_other_tensors
 from ..memory_plan import format_mib
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
+from ..sampling.typed_settings import SamplingSettings
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..tokenization.tokenizer import Tokenizer
 from ..weights.layout import shardings
@@ -90,7 +91,7 @@ class Model:
             dtype = jnp.dtype(activation_dtype(self.params)).name
             object.__setattr__(self, "load_stats", LoadStats(0.0, tree_bytes(self.params), dtype))
 
-    def sampling_config(self, **settings: Any) -> SamplingConfig:
+    def sampling_config(self, **settings: Unpack[SamplingSettings]) -> SamplingConfig:
         """Returns the sampling settings of generation_config.json, with the given ones in their place.
 
         Functions of a `Model`, the commands and the server use these settings for what a caller does not

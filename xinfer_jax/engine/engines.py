@@ -73,7 +73,7 @@ class Engines(EngineBase):
         self.adapters.add_all(options.adapters)
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Model:  # type: ignore[override]
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
 

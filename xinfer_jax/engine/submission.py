@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import numpy as np
 
+from ..checkpoint.loading import Model
 from ..checkpoint.model_defaults import key_or_default, options_of_model
 from ..checks import is_sequence
 from ..config.model_config import with_fixed_rope

@@ -4,12 +4,12 @@ key), which `sampler.choose_tokens` combines. `generation` appends the token.
 
 In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them, and
 `other_processors` those of settings that few calls use; `settings` has an entry for each setting;
-`sampling_config` is `SamplingConfig`, and `generation_config` reads its defaults; `batched_settings` makes
-arrays with one setting per row, `used_settings` names those in use, and `biases` makes arrays of lists: one
-bias of biases, allowed and forbidden ids, and forbidden sequences; `context` is the processors' state;
-`random_keys` makes PRNG keys and noise; `sampler` has the stages; `xtc_dry` plugs two of llama.cpp's samplers
-into them; `logprobs` records log-probabilities, alternatives and the masks of `support`; `caller_processors`
-has callers' functions, in `Context.callers`.
+`sampling_config` is `SamplingConfig` (`typed_settings` for type checkers), and `generation_config` reads its
+defaults; `batched_settings` makes arrays with one setting per row, `used_settings` names those in use, and
+`biases` makes arrays of lists: one bias of biases, allowed and forbidden ids, and forbidden sequences;
+`context` is the processors' state; `random_keys` makes PRNG keys and noise; `sampler` has the stages;
+`xtc_dry` plugs two of llama.cpp's samplers into them; `logprobs` records log-probabilities, alternatives and
+the masks of `support`; `caller_processors` has callers' functions, in `Context.callers`.
 
 - Settings are arrays with one number per row, in one of two tree structures: plain (temperature, top-k,
   top-p, repetition penalty), or all settings, where `lax.cond` skips what no row uses. So one program serves
