@@ -367,6 +367,15 @@ def test_command_shuts_down_after_sigterm():
         (["--adapter=bundled=x"], "--adapter=bundled=x has the name of the model"),
         (["--adapter_dir=/tmp"], "belong together"),
         (["--adapter_dir=/nowhere/x", "--admin_key_file=KEY"], "give a directory"),
+        (["--weight_dir=/tmp"], "--weight_dir and --admin_key_file belong together"),
+        (["--weight_dir=/nowhere/x", "--admin_key_file=KEY"], "is no directory: give one that exists"),
+        (["--weight_address=here"], "--weight_address=here must be HOST:PORT"),
+        (["--weight_address=192.0.2.1:9"], "processes that meet at 192.0.2.1 need a secret"),
+        (
+            ["--weight_address=127.0.0.1:0", "--peers=127.0.0.1:0"],
+            "--weight_address does not go with --peers",
+        ),
+        (["--secret_file=KEY"], "--secret_file does nothing without --coordinator"),
     ],
 )
 def test_bad_flags_of_serve(tmp_path, monkeypatch, capsys, flags, why):

@@ -182,6 +182,37 @@ def test_update_of_an_engine_on_a_mesh(model):
     )
 
 
+def test_weights_of_a_directory_and_of_a_stream(several, model, tmp_path):
+    """In all engines, and on a mesh that repeats key heads."""
+    others = jax.tree.map(lambda x: np.asarray(x) * 1.5, model.params)
+    xj.save_model(others, model.config, tmp_path / "others")
+    tensors = xj.params.params_to_tensors(others, model.config)
+    mesh = jax.make_mesh((4,), ("model",))
+    params, config = xj.params.reshard(model.params, model.config, mesh)
+    on_mesh = xj.Engine(dataclasses.replace(model, params=params, config=config), **SIZES)
+    resharded = xj.params.reshard(others, model.config, mesh)[0]
+    for source in (lambda: tmp_path / "others", lambda: iter(tensors.items())):
+        several.update(source(), version=7)
+        assert {engine.version for engine in several.engines} == {7}
+        for engine in several.engines:
+            jax.tree.map(np.testing.assert_array_equal, engine.model.params, others)
+            assert where(engine) == {*engine.model.params["final_norm"].devices()}
+        on_mesh.update(source())
+        jax.tree.map(np.testing.assert_array_equal, on_mesh.model.params, resharded)
+        several.update(model.params, version=0)
+        on_mesh.update(model.params)
+
+
+def test_pauses_of_several_engines(several):
+    for mode, reasons in (("keep", {"length"}), ("wait", {"length"}), ("abort", {"aborted"})):
+        requests = [several.submit(prompt(60 + i, 20), options(300)) for i in range(6)]
+        next(iter(requests[0]))
+        several.pause(mode)
+        assert mode != "abort" or all(request.ended for request in requests)
+        several.resume()
+        assert {request.result(60).finish_reason[0] for request in requests} <= reasons | {"length"}
+
+
 def test_adapters_of_all_engines_and_on_a_mesh(several, model):
     """Each engine holds all of them; over a mesh they are divided as their matrices are."""
     adapters = [random_adapter(model.config, i, 2 + i) for i in range(3)]
@@ -285,8 +316,14 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
 def test_a_server_over_two_engines(model):
     pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
     serving = pytest.importorskip("serving")
-    with serving.run_server(model, engine=xj.EngineOptions(**SHAPE), data_parallel=2) as server:
+    how = dict(engine=xj.EngineOptions(**SHAPE), data_parallel=2, admin_keys=(b"admin",))
+    with serving.run_server(model, **how) as server:
         first, second = server.engine.engines
+        for path in ("/pause?mode=keep", "/resume"):
+            assert server.call("POST", path, authorization="Bearer admin")[0] == 200
+            assert {engine.pausing.phase for engine in (first, second)} == {
+                "paused" if "pause" in path else "running"
+            }
         asked = dict(max_tokens=20, ignore_eos=True, return_token_ids=True)
         answers = [
             server.ask("completion", prompt=[5, 6, i], **asked)["choices"][0]["token_ids"] for i in range(4)

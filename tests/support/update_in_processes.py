@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ BIAS = xj.LogitsProcessor(
 OPTIONS = xj.GenerateOptions(max_tokens=60, eos_token_ids=())
 
 
-def answer(engine, updates, update, host) -> None:
+def answer(engine, updates, update, host, root) -> None:
     """In process 0: an answer with an update in flight, and others with the weights before and after it."""
     running = engine.submit([5] * 9, OPTIONS)
     others = []
@@ -29,6 +32,7 @@ def answer(engine, updates, update, host) -> None:
             engine.step()
         update(tree, mode=mode)
         others.append(engine.submit([7] * 9, OPTIONS).result())
+    check_directories(engine, host, root)
     running = running.result()
     with jax.default_device(jax.local_devices()[0]):
         wanted = [
@@ -36,9 +40,23 @@ def answer(engine, updates, update, host) -> None:
         ]
     np.testing.assert_allclose([other.logprobs for other in others], wanted, atol=1e-5)
     versions = [sorted({*each.token_versions[0]}) for each in (running, *others)]
-    assert versions == [[0, 1], [1], [1], [2], [2]] and engine.version == 2
+    assert versions == [[0, 1], [1], [1], [2], [2]] and engine.version == 4
     use_functions(engine, host[2])
     engine.close()
+
+
+def check_directories(engine, host, root) -> None:
+    """In process 0 alone: the other process reads the same directories within `follow`."""
+    with jax.default_device(jax.local_devices()[0]):
+        wanted = [xj.generate(x, engine.model.config, [[7] * 9], OPTIONS).logprobs for x in host]
+    for number, name in ((1, "1"), (1, "nothing"), (2, "2")):
+        try:
+            engine.update(root / name)
+        except xj.InputError as error:
+            assert name == "nothing" and "is no directory" in str(error), error
+        found = engine.submit([7] * 9, OPTIONS).result().logprobs
+        np.testing.assert_allclose(found, wanted[number], atol=1e-5)
+    assert engine.version == 4
 
 
 def use_functions(engine, params) -> None:
@@ -81,6 +99,9 @@ def main(port: str, number: int) -> None:
     updates = [host[1], lacking, over_mesh(host[2]), dict(host[0], final_norm=np.ones(3, np.float32))]
     how = dict(processors=dict(bias=(BIAS, dict(by=0.0))), taps=dict(up={0: VECTOR}))
     model = xj.Model(over_mesh(base), config)
+    root = Path(tempfile.gettempdir()) / f"update-{port}"
+    for i in (1, 2):  # all processes save, and the first one writes
+        xj.save_model(host[i], config, root / str(i))
     engine = xj.Engine(model, rows=2, capacity=128, pages=8, chunk=64, **how)
     problems = []
 
@@ -95,7 +116,8 @@ def main(port: str, number: int) -> None:
         while engine.follow():
             update(updates.pop(0))
     else:
-        answer(engine, updates, update, host)
+        answer(engine, updates, update, host, root)
+        shutil.rmtree(root)
     print(json.dumps(problems), flush=True)
 
 

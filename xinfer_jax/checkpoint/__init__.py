@@ -5,6 +5,8 @@
 - `embedding_modules` reads how vectors are made of hidden states.
 - `loading` has `load_model`, and `saving` has `save_model`.
 - `model_defaults` fills in the sampling settings and the key that a caller does not give.
+- `config_difference` compares the config of a checkpoint with that of a model, and `new_leaves` reads new
+  weights of a model that runs leaf by leaf.
 
 - Loading has two steps. `open_checkpoint` reads headers and small files, rejects what does not fit and knows
   every shape, so that programs compile while `Checkpoint.read` reads the weights.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -213,6 +213,27 @@ def open_checkpoint(
     hub: HubOptions = HUB_DEFAULTS,
 ) -> Checkpoint:
     """Does everything of `load_model` except reading the weights; same arguments and errors."""
+    settings = dtype, quantize, mesh, activations
+    model, leaves = open_leaves(path_or_repo_id, *settings, dequantize=dequantize, hub=hub)
+    check_weights(tree_bytes(model.params), memory_fraction(mesh))
+    tree = jax.tree.structure(model.params, is_leaf=is_quantized)
+    return Checkpoint(model, lambda: jax.tree.unflatten(tree, [leaf for _, leaf in leaves()]))
+
+
+def open_leaves(
+    path_or_repo_id: str | Path | None = None,
+    dtype: Any = None,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+    activations: str | None = None,
+    *,
+    dequantize: bool = False,
+    hub: HubOptions = HUB_DEFAULTS,
+) -> tuple[Model, Callable[[], Iterator[tuple[str, Any]]]]:
+    """Returns the model of `open_checkpoint`, and a function that reads the weights one by one: it yields the
+    path and the array of each leaf, in the order of the tree. Arguments and errors are those of `load_model`,
+    but memory for all leaves together is not checked.
+    """
     start = time.perf_counter()
     given_dtype = dtype
     dtype = resolve_dtype(dtype)
@@ -244,7 +265,7 @@ def open_checkpoint(
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
     method = None if asked else quantize, quant_format, bool(opened.kept), asked
     loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations))
-    structs, read = _open_params(path, config_of_files, loader, matrix_format)
+    structs, read_leaves = _open_params(path, config_of_files, loader, matrix_format)
     leaves = jax.tree.leaves(structs, is_leaf=is_quantized)
     if asked and not any(getattr(leaf, "kept_as", None) == asked for leaf in leaves):
         raise not_kept(asked, path)
@@ -252,13 +273,13 @@ def open_checkpoint(
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else split_revision(str(path_or_repo_id))[0]
     texts = opened.tokenizer, opened.generation_config
-    return Checkpoint(Model(structs, config, *texts, stats, name, opened.embedding), read)
+    return Model(structs, config, *texts, stats, name, opened.embedding), read_leaves
 
 
 def _open_params(
     path: Path, config: ModelConfig, loader: LeafLoader, matrix_format: MatrixFormat | None
-) -> tuple[Params, Callable[[], Params]]:
-    """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
+) -> tuple[Params, Callable[[], Iterator[tuple[str, Any]]]]:
+    """Returns the parameter tree of a directory's tensors as shapes, and a function that reads its leaves."""
     files = loader.tensors
     quant_format = loader.quant_format
     tensors: Any = matrix_format.with_matrices(files) if matrix_format else files
@@ -285,13 +306,13 @@ def _open_params(
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
     loader = dataclasses.replace(loader, tensors=tensors)
     structs = list(map(loader.struct, specs, quantized))
-    check_weights(tree_bytes(structs), memory_fraction(loader.mesh))
 
-    def read() -> Params:
+    def read_leaves() -> Iterator[tuple[str, Any]]:
         _check_tied(path, config, tensors)
-        return jax.tree.unflatten(tree, map(loader.load, specs, quantized, structs))
+        for spec, found, struct in zip(specs, quantized, structs, strict=True):
+            yield spec.name, loader.load(spec, found, struct)
 
-    return jax.tree.unflatten(tree, structs), read
+    return jax.tree.unflatten(tree, structs), read_leaves
 
 
 def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:

@@ -1,6 +1,5 @@
 """`save_model`: a checkpoint directory that this library and transformers open."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -46,7 +45,8 @@ from ..old_names import check_order
 from ..tokenization.tokenizer import Tokenizer
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
-from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
+from ..weights.resharding import with_kv_heads_once
+from .config_difference import find_config_difference
 
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
 _FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}
@@ -150,27 +150,10 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
     other = dataclasses.replace(other, quantization_config=config.quantization_config)
     if not is_untied or is_tied_without_head(settings):  # of no head also models of vectors alone
         other = dataclasses.replace(other, tie_word_embeddings=not is_untied)
-    with contextlib.suppress(InputError):  # these numbers do not divide each other
-        if config == with_repeated_kv_heads(other, config.num_key_value_heads):
-            return settings, other
-    if config != other:
-        (name, ours, theirs) = _first_difference("", config, other)
+    if difference := find_config_difference(config, other):
+        (name, ours, theirs) = difference
         raise InputError(f"like: {name} is {format_value(theirs)} in {source}, and {format_value(ours)} here")
     return settings, other
-
-
-def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-    """Where two unequal values first differ, as in layers.0.mixers.0.window, and what they have there."""
-    pairs = []
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-        names = [field.name for field in dataclasses.fields(a) if field.compare]
-        pairs = [(part, getattr(a, part), getattr(b, part)) for part in names]
-    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        pairs = [(str(i), *pair) for i, pair in enumerate(zip(a, b, strict=True))]
-    for part, x, y in pairs:
-        if x != y:
-            return _first_difference(f"{name}.{part}".removeprefix("."), x, y)
-    return name, a, b
 
 
 def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import InputError, format_message
 from ..formats.hub import HubOptions, checkpoint_path, is_gguf
+from ..processes.channel import parse_host_port
 from ..processes.coordinator import GroupMember
 from ..processes.launcher import Supervisor, become_child
 from .flag_parser import FlagParser, version
@@ -79,7 +80,7 @@ def member_from_flags(flags: Any) -> GroupMember | None:
     """The group and this process's number in it, from flags or the cluster; None: it runs alone."""
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
-        peers = "peers" in flags and (flags.peers or flags.peer)
+        peers = any(name in flags and flags[name].value for name in ("peers", "peer", "weight_address"))
         for name in ("num_processes", "process_id", "log_dir", "start_seconds", "secret_file"):
             if not (peers and name == "secret_file") and flags[name].value != flags[name].default:
                 raise InputError(f"--{name} does nothing without --coordinator: give that too")
@@ -91,21 +92,13 @@ def member_from_flags(flags: Any) -> GroupMember | None:
     if known[0] == "auto":
         known = _detect_cluster(known[1:])
     address, processes, number = known
-    where = parse_address("coordinator", address, 1, ", or auto")
+    where = parse_host_port("--coordinator", address, 1, ", or auto")
     for name, value in (("num_processes", processes), ("process_id", number)):
         if value is None:
             raise InputError(f"--{name} is missing: give it, or --coordinator=auto on a cluster")
     if number >= processes:
         raise InputError(f"--process_id={number} must be below --num_processes={processes}")
     return GroupMember(*where, processes, number)
-
-
-def parse_address(flag: str, text: str, least_port: int = 0, more: str = "") -> tuple[str, int]:
-    """HOST:PORT of a flag. more: what else the flag may be, for an error."""
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
-        raise InputError(f"--{flag}={text} must be HOST:PORT{more}")
-    return host.strip("[]"), int(port)
 
 
 def _detect_cluster(given: Any) -> tuple[str, int, int]:

@@ -9,10 +9,11 @@ what decodes, in which pages) and `pacing` (how much of both is in a step). On t
 (when which programs are compiled); `messages` and `controller` let other processes repeat the calls of
 process 0. An engine: `request_options`, `answers`, `requests`, `statistics`, `page_files`, `page_tiers`
 (moves pages between device, host memory and files), `weight_switch` and `core` (one step), `async_sampling`,
-`weight_updates` and `replay` (new weights, and what came from which), `held_adapters`, `pausing`,
-`part_method` (methods of these parts), `submission` (checks), `engine_loop` (the queue, and the thread that
-takes the steps), `engine`. Several: `routing` (makes them); `endpoint` (an engine that only prefills, or only
-decodes), `dispatcher` (which gets what; `serve` has them in other processes too) and `engines`.
+`weight_updates`, `weight_receiver` (from trainers in other processes), `replay` (what came from which
+weights), `held_adapters`, `pausing`, `part_method` (methods of these parts), `submission` (checks),
+`engine_loop` (the queue, and the thread that takes the steps), `engine`. Several: `routing` (makes them);
+`endpoint` (an engine that only prefills, or only decodes), `dispatcher` (which gets what; `serve` has them in
+other processes too) and `engines`.
 
 - A page is shared only if it has the bits that the row would compute itself (`prefix_cache`).
 - Pages are allocated when they are needed. If none is left, the youngest row is preempted: it is swapped out

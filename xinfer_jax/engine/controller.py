@@ -60,9 +60,11 @@ class Leader:
         self._device.next_params = params
         self._call("adopt_params")
 
-    def ask_for_params(self) -> None:
-        """Lets `Follower.run` return in the other processes."""
-        self._channel.send(_UPDATE)
+    def ask_for_params(self, directory: str | None) -> None:
+        """Lets `Follower.run` return in the other processes. directory: that has the new weights; None: each
+        process gives its own part.
+        """
+        self._channel.send(_UPDATE, directory)
 
     def _call(self, name: str, *args: Any) -> Any:
         number = next(self._number)
@@ -87,6 +89,7 @@ class Follower:
 
     Attributes:
         wants_params: process 0 waits for this process's part of new weights.
+        directory: that has these weights; None: the caller has them.
     """
 
     def __init__(self, device: Device, channel: ControlChannel):
@@ -95,6 +98,7 @@ class Follower:
         self._results: dict[int, Any] = {}
         self._numbers = itertools.count()
         self.wants_params = False
+        self.directory: str | None = None
 
     def run(self) -> bool:
         """Repeats calls until process 0's engine is closed, False, or asks for new weights. Raises InputError
@@ -104,6 +108,7 @@ class Follower:
             name, *message = self._channel.receive()
             if name in (_UPDATE, _CLOSE):
                 self.wants_params = name == _UPDATE
+                self.directory = message[0] if message else None
                 return self.wants_params
             if name not in _METHODS:
                 raise InputError(

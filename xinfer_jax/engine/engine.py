@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Unpack
 
@@ -217,13 +218,23 @@ class Engine(EngineLoop):
     def follow(self) -> bool:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the
         device calls of process 0's engine. It returns False once that is closed, and True where process 0
-        calls `update`: call `update` here too, with this process's part of the weights, then this again.
+        calls `update`: call `update` here too, with this process's part of the weights, then this again. If
+        process 0 gives a directory, this process reads it here, and does not return.
         """
         if not self.follower:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
-        updates = self.follower.run()
-        self.model = dataclasses.replace(self.model, params=self.core.device.params)
+        while updates := self.follower.run():
+            self._take_params()
+            if self.follower.directory is None:
+                break
+            with suppress(InputError):  # process 0 raises it
+                self.update(self.follower.directory)
+        self._take_params()
         return updates
+
+    def _take_params(self) -> None:
+        """The parameters of the last update are the model's in a process that follows."""
+        self.model = dataclasses.replace(self.model, params=self.core.device.params)
 
 
 def given_options(model: Model, options: EngineOptions | None, settings: EngineSettings) -> EngineOptions:

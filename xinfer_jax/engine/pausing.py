@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
+from .row import HeldAdapter
 
 RUNNING = "running"
 PAUSED = "paused"
 RELEASED = "without pages"
+PAUSE_MODES = ("keep", "wait", "abort")  # vLLM's
 
 
 class Pausing:
@@ -24,14 +26,40 @@ class Pausing:
         self._owner = owner
         self.phase = RUNNING
 
-    def pause(self) -> None:
+    def pause(self, mode: str = "keep") -> None:
         """Waits for the end of the current step; no other begins before `resume`. Requests are taken, and
         wait. Cancels, deadlines and `update` are handled, and `close` works.
 
+        Args:
+            mode: what becomes of unfinished answers, as in vLLM. "keep": they continue after `resume`.
+                "wait": answers that have begun are finished first, while no other answer starts. "abort":
+                they end with the finish_reason "aborted".
+
         Raises:
-            InputError: it is paused already; it is closed, or has failed.
+            InputError: it is paused already; it is closed, or has failed; the mode is none of these.
         """
-        self._change("pause", RUNNING, PAUSED)
+        if mode not in PAUSE_MODES:
+            raise InputError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {format_value(mode)}")
+        owner = self._owner
+        owner.check_local("pages")
+        if mode != "wait":
+            self._change("pause", RUNNING, PAUSED, mode == "abort")
+            return
+        with owner.updating:  # an update may wait for answers too
+            self._check_phase("pause", RUNNING)
+            with drained(owner):
+                self._change("pause", RUNNING, PAUSED)
+
+    @without_mesh_context
+    def abort(self) -> None:
+        """Ends all unfinished answers with the finish_reason "aborted", whether the engine is paused or not.
+        Raises InputError where it is closed, or has failed.
+        """
+        owner = self._owner
+        owner.check_local("requests")
+        with without_steps(owner):
+            owner.check_open()
+            abort_unfinished(owner)
 
     def resume(self) -> None:
         """Ends `pause`. Raises InputError where it is not paused, or has no pages."""
@@ -57,7 +85,7 @@ class Pausing:
         self._change("restore_cache", RELEASED, PAUSED)
 
     @without_mesh_context
-    def _change(self, name: str, before: str, after: str) -> None:
+    def _change(self, name: str, before: str, after: str, aborts: bool = False) -> None:
         owner = self._owner
         owner.check_local("pages")
         with without_steps(owner):
@@ -68,6 +96,8 @@ class Pausing:
                 if engine.pausing.phase != after:
                     engine.pausing.enter(after)
             self.phase = after
+            if aborts:
+                abort_unfinished(owner)
 
     def enter(self, phase: str) -> None:
         """Begins a phase of this engine alone, between two steps."""
@@ -83,6 +113,34 @@ class Pausing:
                 f"{name}() is for an engine that is {before}, and this one is {self.phase}: the order is"
                 " pause, release_cache, restore_cache, resume; the two in the middle may be left out"
             )
+
+
+def abort_unfinished(owner: Any, adapter: HeldAdapter | None = None) -> None:
+    """Ends all answers, or those with an adapter, with the finish_reason "aborted". The caller holds
+    `without_steps`.
+    """
+    for loop in [owner] if owner.engines[0].role is not None else owner.engines:
+        loop.abort_unfinished("aborted", adapter)
+
+
+@contextmanager
+def drained(owner: Any) -> Iterator[None]:
+    """Ends all answers that have begun, and starts no others within the `with` block."""
+    cores = [engine.core for engine in owner.engines]
+    try:
+        with without_steps(owner):
+            for core in cores:
+                core.hold(True)
+        while not all(core.is_drained for core in cores):  # first where prompts are prefilled
+            owner.check_open()
+            if owner.pausing.phase != RUNNING:
+                remedy = "call resume() first, or take another mode"
+                raise InputError(f"mode='wait' is for an engine that runs: {remedy}")
+            owner.step()
+        yield
+    finally:
+        for core in cores:
+            core.hold(False)
 
 
 @contextmanager

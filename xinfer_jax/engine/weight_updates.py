@@ -2,23 +2,28 @@
 them between the same steps.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import ItemsView, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from ..checkpoint.new_leaves import new_leaves
 from ..checks import check_integer
 from ..errors import InputError, format_message, format_value
 from ..ops.operation import without_mesh_context
 from ..sharding import on_auto_mesh
-from ..weights.params import Params
-from ..weights.params_like import params_like
-from .pausing import RUNNING, without_steps
+from ..weights.params import Params, param_specs
+from ..weights.params_like import leaf_like, params_like
+from .pausing import abort_unfinished, drained, without_steps
 from .row import HeldAdapter
 
 MODES = ("continue", "wait", "abort", "recompute")
+NamedTensors: TypeAlias = Iterator[tuple[str, Any]] | ItemsView[str, Any] | list[tuple[str, Any]]
+WeightSource: TypeAlias = Params | str | os.PathLike[str] | NamedTensors
 
 
 class WeightUpdates:
@@ -37,7 +42,7 @@ class WeightUpdates:
     @without_mesh_context
     def update(
         self,
-        params: Params,
+        params: WeightSource,
         *,
         version: int | None = None,
         mode: str = "continue",
@@ -50,23 +55,33 @@ class WeightUpdates:
         those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
         whose weights were donated to another program answers again.
 
+        The weights are a tree, a directory, or a stream of named tensors. A directory and a stream are read
+        leaf by leaf: each leaf is converted and put on the devices before the next one is read. If one of
+        them ends early or is wrong, the engine keeps its weights.
+
         Args:
-            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
-                engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
+            params: one of these sources:
+                a tree: leaves with the paths and shapes of `model.params`, in any containers, on any devices;
+                a directory (a text or a `Path`): a checkpoint that `save_model` wrote, or one of Hugging
+                Face, whose config is that of `model`. Over several processes process 0 alone calls this, and
+                each process reads the directory of this path;
+                a stream (an iterator, `dict.items()`, or a list): pairs of a name and an array, by the
+                published names that `params_to_tensors` gives, in any order.
+                An engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
                 heads that it repeats and rows that pad its vocabulary may be missing.
             version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they
                 end with the finish_reason "abort". "recompute": their keys are computed anew, and they go
                 on; where other devices prefill prompts, those that decode compile programs for that.
-            cast: floats of another type are cast. False: they are an error.
+            cast: floats of another type are cast. False: they are an error. A directory is always cast.
             copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
                 donate them to a training step.
 
         Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
-                answers of a paused engine; other norms under int8 activations, while adapters are held; the
-                engine is closed.
+            InputError: leaves or tensors that are missing, unknown or misshapen, a directory that cannot be
+                read or has another config, before anything changes; "wait" for answers of a paused engine;
+                other norms under int8 activations, while adapters are held; the engine is closed.
         """
         owner = self._owner
         owner.check_local("weights")
@@ -82,29 +97,42 @@ class WeightUpdates:
         with owner.updating:
             version = self.version + 1 if version is None else check_integer("version", version, 0)
             owner.check_open()
-            trees = [engine.weights.fit(params, cast, copy) for engine in engines]
+            trees = self._fit_each(engines, params, cast, copy)
             with switching(owner, mode):
                 for engine, tree in zip(engines, trees, strict=True):
                     engine.switch_params(tree, version, mode == "recompute")
                 owner.forget_prompts()
 
-    def fit(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
+    def _fit_each(self, engines: Sequence[Any], params: WeightSource, cast: bool, copy: bool) -> list[Params]:
+        """Returns the parameters in the form and place of each engine's. A stream is read once for all."""
+        model = engines[0].model
+        leaves = new_leaves(params, model.params, model.config) if len(engines) > 1 else None
+        if leaves is not None:
+            return fit_leaves(engines, leaves, cast, copy)
+        return [engine.weights.fit(params, cast, copy) for engine in engines]
+
+    def fit(self, params: WeightSource, cast: bool = True, copy: bool = False) -> Params:
         """Returns parameters in the form and place of an engine's, as `update` takes them. What is wrong in
         one of several processes is raised in all.
         """
         owner = self._owner
         model = owner.model
-        converters = (
+        leaves = new_leaves(params, model.params, model.config)
+        directory = str(Path(params).absolute()) if isinstance(params, str | os.PathLike) else None
+        converters: Any = (
             lambda tree: params_like(on_auto_mesh(tree), model.config, model.params, cast),
             lambda tree: jax.tree.map(lambda x, old: own_array(x, old, copy), tree, model.params),
         )
+        if leaves is not None:
+            converters = (lambda _: fit_leaves([owner], leaves, cast, copy)[0],)
+        found: Any = params
         with owner.without_steps() if owner.channel else nullcontext():
             if owner.channel and not owner.follower:
-                owner.core.device.ask_for_params()
+                owner.core.device.ask_for_params(directory)
             for convert in converters:
                 problem = ""
                 try:
-                    params = convert(params)
+                    found = convert(found)
                 except Exception as error:
                     if not owner.channel:
                         raise
@@ -113,7 +141,46 @@ class WeightUpdates:
                     )
                 if owner.channel and (problem := owner.channel.agree(problem)):
                     raise InputError(problem)
-        return params
+        tree: Params = found
+        return tree
+
+
+def fit_leaves(
+    engines: Sequence[Any], leaves: Iterator[tuple[str, Any]], cast: bool, copy: bool
+) -> list[Params]:
+    """Returns trees in the form and place of each engine's parameters, from leaves that come one by one.
+
+    Args:
+        engines: of one model.
+        leaves: the path and the array of each, in any order.
+        cast, copy: as of `WeightUpdates.update`.
+
+    Raises:
+        InputError: a leaf does not fit, or lies on devices of several processes.
+    """
+    structure: Any
+    specs, structure = jax.tree.flatten(param_specs(engines[0].model.config))
+    places = {spec.name: i for i, spec in enumerate(specs)}
+    olds = [structure.flatten_up_to(engine.model.params) for engine in engines]
+    trees: list[list[Any]] = [[None] * len(specs) for _ in engines]
+    for name, leaf in leaves:
+        i = places[name]
+        if engines[0].channel:
+            leaf = jax.tree.map(_host_array, leaf)
+        for tree, old in zip(trees, olds, strict=True):
+            new = leaf_like(on_auto_mesh(leaf), specs[i], old[i], cast)
+            tree[i] = jax.tree.map(lambda x, placed: own_array(x, placed, copy), new, old[i])
+    return [jax.tree.unflatten(structure, tree) for tree in trees]
+
+
+def _host_array(x: Any) -> Any:
+    """An array that each of several processes has whole."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise InputError(
+            "a stream of weights for several processes has whole arrays in each of them: give a tree for"
+            " arrays that are divided over processes"
+        )
+    return np.asarray(x)
 
 
 def check_mode(mode: str) -> None:
@@ -127,32 +194,11 @@ def switching(owner: Any, mode: str, adapter: HeldAdapter | None = None) -> Iter
     """Within the `with` block none of the engines takes a step; before it, "wait" lets answers end, and
     "abort" ends them. adapter: "abort" is for answers with it.
     """
-    with _drained(owner) if mode == "wait" else nullcontext(), without_steps(owner):
+    with drained(owner) if mode == "wait" else nullcontext(), without_steps(owner):
         owner.check_open()
         if mode == "abort":
-            for loop in [owner] if owner.engines[0].role is not None else owner.engines:
-                loop.abort_unfinished("aborted", adapter)
+            abort_unfinished(owner, adapter)
         yield
-
-
-@contextmanager
-def _drained(owner: Any) -> Iterator[None]:
-    """Ends all answers that have begun, and starts no others within the `with` block."""
-    cores = [engine.core for engine in owner.engines]
-    try:
-        with without_steps(owner):
-            for core in cores:
-                core.hold(True)
-        while not all(core.is_drained for core in cores):  # first where prompts are prefilled
-            owner.check_open()
-            if owner.pausing.phase != RUNNING:
-                remedy = "call resume() first, or take another mode"
-                raise InputError(f"mode='wait' is for an engine that runs: {remedy}")
-            owner.step()
-        yield
-    finally:
-        for core in cores:
-            core.hold(False)
 
 
 def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:

@@ -109,7 +109,7 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     specs = jax.tree.leaves(param_specs(config))
     padded = {spec.name: spec.shape for spec in specs if _is_padded(spec, shapes.get(spec.name, ()))}
-    _check_shapes("params", {spec.name: spec.shape for spec in specs}, shapes | padded)
+    check_shapes("params", {spec.name: spec.shape for spec in specs}, shapes | padded)
     _check_floats({name: leaf for name, leaf in leaves.items() if not is_quantized(leaf)})
     return leaves
 
@@ -172,7 +172,7 @@ def params_from_tensors(
     for spec in specs:
         expected |= spec.tensor_shapes(named)
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    _check_shapes("tensors", expected, shapes, unused_names(config, named))
+    check_shapes("tensors", expected, shapes, unused_names(config, named))
     _check_floats({name: named[name] for name in expected})
     leaves = [leaf_of_tensors(spec, named) for spec in specs]
     if dtype is not None:
@@ -187,11 +187,21 @@ def _check_arrays(config: Any, tensors: Any) -> None:
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise InputError(f"tensors must be arrays by name, got {format_value(tensors)}")
     for name, tensor in tensors.items():
-        if not isinstance(tensor, np.ndarray | jax.Array):
-            raise InputError(
-                f"{name} must be an array of NumPy or jax, as np.asarray makes it, got"
-                f" {type(tensor).__module__}.{type(tensor).__name__}"
-            )
+        _check_array(name, tensor)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raises InputError unless a tensor is an array of floats, of NumPy or jax."""
+    _check_array(name, tensor)
+    _check_floats({name: tensor})
+
+
+def _check_array(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, np.ndarray | jax.Array):
+        raise InputError(
+            f"{name} must be an array of NumPy or jax, as np.asarray makes it, got"
+            f" {type(tensor).__module__}.{type(tensor).__name__}"
+        )
 
 
 def _check_floats(arrays: Mapping[str, Any]) -> None:
@@ -202,7 +212,7 @@ def _check_floats(arrays: Mapping[str, Any]) -> None:
         raise InputError(f"parameters are floats, or quantized leaves, got {format_names(others, _SHOWN)}")
 
 
-def _check_shapes(
+def check_shapes(
     what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], unused: Collection[str] = ()
 ) -> None:
     """Raises one InputError for all names that are missing, unknown or misshapen."""

@@ -62,13 +62,20 @@ class FileSpec(ParamSpec):
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
 
+    @property
+    def layout_name(self) -> str | None:
+        """The tensor whose shape says whether the larger one has inputs first; None: it never has."""
+        if not self.fused_name or len(self.shape) < 3 or self.interleaved:
+            return None
+        return self.fused_name.replace("gate_up_proj", "down_proj")
+
     def has_inputs_first(self, tensors: Any) -> bool:
         """Whether a checkpoint with these tensors has all experts in one, and their inputs first, as
         published Qwen3-VL has: by the shape of down_proj.
         """
-        if not isinstance(tensors, Mapping) or not self.fused_name or len(self.shape) < 3 or self.interleaved:
+        if not isinstance(tensors, Mapping) or self.layout_name is None or self.fused_name is None:
             return False
-        down = tensors.get(self.fused_name.replace("gate_up_proj", "down_proj"))
+        down = tensors.get(self.layout_name)
         is_down = self.fused_name.endswith("down_proj")
         down_shape = self.shape[1:] if is_down else self.shape[:0:-1]  # [outputs, inputs]
         return down is not None and tuple(down.shape[1:]) == down_shape[::-1] != down_shape

@@ -1,7 +1,7 @@
 """A connection between two processes of a run. Each message has a name and arguments.
 
 both send a random number ─ both prove that they know the secret ─► messages: signature, length, content. The
-messages of each direction are numbered.
+messages of each direction are numbered. A content is JSON, or a zero byte, a name, a zero byte and raw bytes.
 """
 
 import itertools
@@ -28,6 +28,7 @@ _BEAT_SECONDS = 5  # between two heartbeats
 _PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
 _LENGTH_SIZE = 4  # bytes
 _MAX_BYTES = 1 << 30  # of a message
+_RAW = b"\0"  # begins a content that is not JSON
 _UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
 
 
@@ -70,6 +71,10 @@ class Channel:
     def send(self, name: str, *args: Any) -> None:
         """Sends a message. If the connection is lost, `receive` is called with `GONE`."""
         self.send_encoded(encode_message([name, *args]))
+
+    def send_bytes(self, name: str, data: bytes | memoryview) -> None:
+        """Sends a message whose one argument is raw bytes, which the other end gets as a `memoryview`."""
+        self.send_encoded(b"".join((_RAW, name.encode(), _RAW, data)))
 
     def send_encoded(self, content: bytes) -> None:
         """Sends the list of a name and arguments that `encode_message` encoded."""
@@ -123,7 +128,7 @@ class Channel:
                 content = self._read(min(int.from_bytes(length), _MAX_BYTES))
                 if not compare_digest(signature, self._sign_other(length + content)):
                     raise InputError("it sent a message with a wrong signature")
-                (name, *args) = decode_message(content)
+                (name, *args) = _decode_content(content)
                 if name != _BEAT:
                     self._on_message(Message(self, name, args))
         except OSError:
@@ -141,6 +146,15 @@ class Channel:
     def _close(self) -> None:
         self._file.close()
         self._connection.close()
+
+
+def _decode_content(content: bytes) -> list[Any]:
+    """Returns the name and the arguments of a message."""
+    if content[:1] != _RAW:
+        decoded: list[Any] = decode_message(content)
+        return decoded
+    end = content.index(_RAW, 1)
+    return [content[1:end].decode(), memoryview(content)[end + 1 :]]
 
 
 def _signer(key: bytes) -> Callable[[bytes], bytes]:
@@ -207,17 +221,32 @@ class Listener:
                 self._unproved.pop(connection, None)
 
 
-def listen(host: str, port: int, flag: str = "coordinator") -> socket.socket:
-    """Returns a server socket at the address of a flag, and at no other address. Raises InputError, also if
-    other machines cannot reach it.
+def parse_host_port(what: str, text: str, least_port: int = 0, more: str = "") -> tuple[str, int]:
+    """Returns the host and the port of HOST:PORT. Raises InputError for another text.
+
+    Args:
+        what: names the text in errors, such as "--peers".
+        text: HOST:PORT; a host with colons has brackets.
+        least_port: 0 lets the system choose a port.
+        more: what else the text may be, for an error.
+    """
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
+        raise InputError(f"{what}={text} must be HOST:PORT{more}")
+    return host.strip("[]"), int(port)
+
+
+def listen(host: str, port: int, what: str = "--coordinator") -> socket.socket:
+    """Returns a server socket at an address, and at no other address. Raises InputError, also if other
+    machines cannot reach it. what: names the address in errors.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if is_local(str(address[0])) and not is_local(host):
             raise InputError(
-                f"--{flag}={host}:{port} is {address[0]} here, which other machines cannot reach: give"
+                f"{what}={host}:{port} is {address[0]} here, which other machines cannot reach: give"
                 " an address that they can reach, or 127.0.0.1 if all processes are on this machine"
             )
         return socket.create_server(address[:2], family=family)
     except OSError as error:
-        raise InputError(f"--{flag}={host}:{port} cannot be listened on: {error.strerror}") from error
+        raise InputError(f"{what}={host}:{port} cannot be listened on: {error.strerror}") from error

@@ -9,8 +9,9 @@ work in threads; `json_encoding` encodes a response in slices, `chunks` makes th
 `responses_api` makes answers of /v1/responses; `peer_worker` is a process that only prefills or only decodes,
 `peer_front` has a dispatcher over them, `peer_messages` is what they tell each other; `served_request` is one
 request to the engine, and `checked_body` its body; `service` handles completions, `text_endpoints` what needs
-no engine, `adapter_endpoints` LoRA; `app` has the routes and checks the key; `command` is the process.
-`xinfer_jax/api/fields.py` lists the fields that are served.
+no engine; `admin_jobs` runs what admins ask for, and `served_paths` checks their paths: `adapter_endpoints`
+for LoRA, `rollout_endpoints` for pauses and new weights; `app` has the routes and checks the key; `command`
+is the process. `xinfer_jax/api/fields.py` lists the fields that are served.
 
 - A request without a seed gets one, which the response and the log have. An answer has the same tokens with
   the same seed, beside any other requests.

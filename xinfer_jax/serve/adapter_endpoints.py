@@ -11,11 +11,11 @@ from starlette.responses import PlainTextResponse, Response
 from ..adapters.peft_files import CONFIG, WEIGHTS
 from ..api.fields import BodyError
 from ..errors import format_value
+from .admin_jobs import run_admin_job
 from .http_responses import APIError
-from .request_body import receive_body
+from .served_paths import directory_below
 from .service import Service
 
-_ADMINS = "admins"  # the client of their jobs
 _FIELDS = {"lora_name", "lora_path", "load_inplace"}
 
 
@@ -34,23 +34,12 @@ class AdapterEndpoints:
         return await self._respond(request, self._unload)
 
     async def _respond(self, request: HTTPRequest, work: Any) -> Response:
-        service = self._service
-        reservation = service.admit(request)
-        try:
-            data = [await receive_body(request, reservation, service.settings.max_body_bytes)]
+        def run(body: dict[str, Any]) -> str:
+            text: str = work(body)
+            self._service.log(text)
+            return text
 
-            def run() -> str:
-                body = service.load_body(data, None)
-                if others := sorted(body.keys() - _FIELDS):
-                    raise BodyError(others[0], f"{format_value(others[0])} is no field here: leave it out")
-                text: str = work(body)
-                service.log(text)
-                return text
-
-            # One at a time, of all admins: patterns of a file may take seconds, in which other bodies go on.
-            return PlainTextResponse(await service.workers.run(_ADMINS, False, run))
-        finally:
-            reservation.release()
+        return PlainTextResponse(await run_admin_job(self._service, request, run, _FIELDS))
 
     def _load(self, body: dict[str, Any]) -> str:
         engine: Any = self._service.engine
@@ -82,14 +71,5 @@ class AdapterEndpoints:
         root = self._service.settings.adapter_dir
         if root is None:
             raise APIError(404, "adapters are not loaded here: the server needs --adapter_dir")
-        base = Path(root).resolve()
-        try:
-            path = (base / given).resolve()
-            files = path, path / CONFIG, path / WEIGHTS
-            inside = path.is_dir() and all(file.resolve().is_relative_to(base) for file in files)
-        except (TypeError, ValueError, OSError, RuntimeError):  # no text, NUL, too long, a loop of links
-            inside = False
-        if not inside:
-            why = f"lora_path={format_value(given)} is no directory below --adapter_dir"
-            raise BodyError("lora_path", why)
-        return path
+        files = lambda path: (path / CONFIG, path / WEIGHTS)  # noqa: E731
+        return directory_below(root, "adapter_dir", "lora_path", given, files)

@@ -26,6 +26,7 @@ from .http_server import Server
 from .ip_addresses import forwarded_client, is_within, parse_networks
 from .page import HEADERS, PAGE
 from .request_body import SLOW_SECONDS
+from .rollout_endpoints import RolloutEndpoints
 from .server_settings import LOCAL_HOSTS
 from .service import Service
 from .text_endpoints import TextEndpoints
@@ -40,6 +41,7 @@ def make_server(service: Service) -> Server:
     info = _InfoEndpoints(service)
     texts = TextEndpoints(service)
     adapters = AdapterEndpoints(service)
+    rollouts = RolloutEndpoints(service)
     routes = [
         Route("/v1/completions", partial(service.create_completion, kind="completion"), methods=["POST"]),
         Route("/v1/chat/completions", partial(service.create_completion, kind="chat"), methods=["POST"]),
@@ -51,6 +53,11 @@ def make_server(service: Service) -> Server:
         *(Route(path, texts.score, methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/pause", rollouts.pause, methods=["POST"]),
+        Route("/resume", rollouts.resume, methods=["POST"]),
+        Route("/is_paused", rollouts.is_paused),
+        Route("/weight_info", rollouts.weight_info),
+        Route("/update_weights", rollouts.update_weights, methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),

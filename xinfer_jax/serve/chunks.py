@@ -21,6 +21,7 @@ from ..engine.requests import Request, request_updates
 from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.answer_parser import AnswerDelta, reasoning_fields
 from .http_responses import APIError
+from .json_encoding import distinct
 
 _QUIET_SECONDS = 5.0  # after which a comment keeps the connection open, for the client and for proxies
 _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded time
@@ -112,6 +113,8 @@ class ChoiceStream:
             choice["logprobs"] = format_logprobs(self._texts, self._parsed, entries)
         if self._parsed.return_token_ids:
             choice["token_ids"] = new + self.answer.tokens[len(self.answer.text_ids) :] if ended else new
+        if ended:
+            choice["weight_versions"] = distinct(self.answer.token_versions)
         return choice
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from ..cli.answer_flags import define_engine, define_model, define_sampling, engine_options
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, command_main
-from ..cli.process_group import define_processes, parse_address, supervise
+from ..cli.process_group import define_processes, supervise
 from ..cli.terminal import status
 from ..engine.engine_options import EngineOptions
 from ..errors import InputError, format_message
 from ..formats.hub import split_revision
-from ..processes.channel import listen
+from ..processes.channel import listen, parse_host_port
 from ..processes.launcher import distributed_args
 from ..processes.secret import load_secret
 from .ip_addresses import parse_networks
@@ -75,7 +75,21 @@ PARSER.add_text(
     " --max_adapters. Default: none.",
     empty="give a directory",
 )
-PARSER.add_text("admin_key_file", "File of keys, one a line, for loading and removing adapters.")
+PARSER.add_text(
+    "weight_dir",
+    "Directory of checkpoints whose weights POST /update_weights may give the engine; needs"
+    " --admin_key_file. Default: none.",
+    empty="give a directory",
+)
+PARSER.add_text(
+    "weight_address",
+    "HOST:PORT where trainers that know the secret (--secret_file) send new weights, by send_weights of the"
+    " library. Default: none.",
+    empty="give HOST:PORT",
+)
+PARSER.add_text(
+    "admin_key_file", "File of keys, one a line, for adapters, for pauses, and for new weights of the engine."
+)
 define_processes(PARSER)
 PARSER.group = "prefill and decode in processes of their own"
 PARSER.add_text(
@@ -133,11 +147,7 @@ def _run() -> int:
     host = flags.host or LOCAL_HOSTS[0]
     keys = _read_keys(flags.api_key_file)
     admin_keys = _read_keys(flags.admin_key_file, "admin_key_file", None)
-    if bool(flags.adapter_dir) != bool(admin_keys):
-        raise InputError("--adapter_dir and --admin_key_file belong together: give both")
-    if flags.adapter_dir and not (flags.max_adapters and Path(flags.adapter_dir).is_dir()):
-        remedy = "give a directory, and --max_adapters"
-        raise InputError(f"--adapter_dir={flags.adapter_dir} has no place for adapters: {remedy}")
+    _check_admin_flags(flags, bool(admin_keys))
     most_connections, most_per_address = _connection_limits(flags)
     parse_networks(flags.trusted_proxy)
     if host not in LOCAL_HOSTS and not keys:
@@ -170,19 +180,18 @@ def _run() -> int:
         origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
         engine=options,
         max_connections=most_connections, max_connections_per_address=most_per_address,
-        trusted_proxies=tuple(flags.trusted_proxy), admin_keys=admin_keys,
+        trusted_proxies=tuple(flags.trusted_proxy), admin_keys=admin_keys, has_own_engines=not flags.peers,
     ))  # fmt: skip
-    peers: tuple[socket.socket, bytes] | None = None
-    if flags.peers:
-        address = parse_address("peers", flags.peers)
-        secret = load_secret(flags.secret_file, address[0])
-        peers = listen(*address, flag="peers"), secret
+    peers = _listen_with_secret(flags, "peers")
+    trainers = _listen_with_secret(flags, "weight_address")
     listening = _listen(host, flags.port)
     service = Service(settings, _log)
     failed: list[BaseException] = []
     with capture_signals() as stop:
         with _exit_deadline(stop, settings.grace):
-            threading.Thread(target=_load, args=(service, flags, peers, failed), daemon=True).start()
+            threading.Thread(
+                target=_load, args=(service, flags, peers, trainers, failed), daemon=True
+            ).start()
             asyncio.run(_serve(make_server(service), service, listening, stop, failed))
             service.close()
     if failed:
@@ -191,6 +200,34 @@ def _run() -> int:
 
 
 main = command_main(PARSER, _run)
+
+
+def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | None:
+    """A socket at the address of a flag, and the secret of its connections; None: the flag is not given."""
+    if not (address := flags[name].value):
+        return None
+    (host, port) = parse_host_port(f"--{name}", address)
+    secret = load_secret(flags.secret_file, host)
+    return listen(host, port, f"--{name}"), secret
+
+
+def _check_admin_flags(flags: Any, has_keys: bool) -> None:
+    """Raises InputError where flags for requests of admins, or for trainers, lack others."""
+    for name in ("adapter_dir", "weight_dir"):
+        if flags[name].value and not has_keys:
+            raise InputError(f"--{name} and --admin_key_file belong together: give both")
+    if flags.adapter_dir and not (flags.max_adapters and Path(flags.adapter_dir).is_dir()):
+        remedy = "give a directory, and --max_adapters"
+        raise InputError(f"--adapter_dir={flags.adapter_dir} has no place for adapters: {remedy}")
+    if flags.weight_dir and not Path(flags.weight_dir).is_dir():
+        raise InputError(f"--weight_dir={flags.weight_dir} is no directory: give one that exists")
+    for name in ("weight_dir", "weight_address"):
+        for other in ("peers", "role", "coordinator"):
+            keeps = other != "coordinator" or name == "weight_address"
+            if keeps and flags[name].value and flags[other].value:
+                raise InputError(
+                    f"--{name} does not go with --{other}, whose processes take no weights so: leave out one"
+                )
 
 
 def _check_names(adapters: Any, *names: str) -> None:
@@ -226,7 +263,7 @@ def _serve_role(flags: Any, options: EngineOptions) -> int:
     from ..engine.engine import Engine
     from .peer_worker import PeerWorker
 
-    address = parse_address("peer", flags.peer)
+    address = parse_host_port("--peer", flags.peer)
     secret = load_secret(flags.secret_file, address[0])
     model = _load_model(flags)
     with capture_signals() as stop, Engine(model, options) as engine:
@@ -264,12 +301,19 @@ def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
         watching.join()
 
 
-def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> None:
-    """Loads the model and makes the engine. peers: where other processes connect, and their secret; None: the
-    engine is in this process. Appends an error to `failed`.
+def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[BaseException]) -> None:
+    """Loads the model and makes the engine.
+
+    Args:
+        service: that gets the engine.
+        flags: of the command.
+        peers: where other processes connect, and their secret; None: the engine is in this process.
+        trainers: where trainers send weights, and their secret; None: none do.
+        failed: an error is appended.
     """
     from ..cli.answer import sampling_from_flags
     from ..cli.startup import open_model
+    from ..engine.weight_receiver import WeightReceiver
     from ..generation.options import GenerateOptions
     from .peer_front import PeerEngines
 
@@ -287,6 +331,10 @@ def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> 
             GenerateOptions(max_tokens=flags.max_tokens, sampling=sampling_from_flags(flags, model)),
             engine,
         )
+        if trainers:
+            (listening, secret) = trainers
+            receiver = WeightReceiver(service.engine, listening, secret, _log)
+            _log(f"trainers send weights to {receiver.address}")
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)

@@ -20,6 +20,11 @@ def to_json(value: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def distinct(versions: Sequence[int]) -> list[int]:
+    """Returns the versions of the weights that sampled tokens of an answer, in their order, each once."""
+    return [*dict.fromkeys(versions)]
+
+
 def list_to_json(values: Sequence[Any]) -> bytes:
     """Encodes a list as JSON, in slices."""
     return join_json(to_json(values[at : at + _VALUES])[1:-1] for at in range(0, len(values), _VALUES))
@@ -52,8 +57,10 @@ def response_to_json(
 ) -> bytes:
     """Encodes the `response_body`. check: raises if no one needs it; head: more fields, as `usage`."""
     choices = list[bytes]()
+    versions = [own for out in outs for own in out.token_versions or ()]
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         check()
+        choice["weight_versions"] = distinct(versions[choice["index"]])
         encoded = {}
         if parsed.logprobs is not None:
             encoded["logprobs"] = _logprobs_to_json(tokenizer, parsed, entries)

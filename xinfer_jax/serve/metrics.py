@@ -48,7 +48,7 @@ class Metrics:
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
         gauges = dict(
             num_requests_running=stats.running + stats.prefilling, num_requests_waiting=stats.waiting,
-            kv_cache_usage_perc=stats.pages_used / pages,
+            kv_cache_usage_perc=stats.pages_used / pages, weight_version=self._engine.version,
         )  # fmt: skip
         counters = dict(
             prompt_tokens=stats.prefill_tokens + stats.hits, generation_tokens=stats.generated_tokens,

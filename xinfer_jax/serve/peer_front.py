@@ -58,6 +58,8 @@ class PeerEngines(EngineLoop):
     prefills ends, its prompts go to another. If a process that decodes ends, the requests of its rows fail.
     """
 
+    version = 0  # the processes keep their weights
+
     def __init__(self, model: Model, listening: socket.socket, secret: bytes, log: Callable[[str], None]):
         """Accepts processes from now on. model: without weights; listening: where they connect."""
         super().__init__()

@@ -36,5 +36,7 @@ class ServerSettings:
     trusted_proxies: tuple[str, ...] = ()
     stop_in_reasoning: bool = False
     adapter_dir: str | None = None  # below it are the adapters that may be loaded by requests
-    admin_keys: tuple[bytes, ...] = ()  # for loading and removing adapters
+    admin_keys: tuple[bytes, ...] = ()  # for adapters, pauses and new weights
+    weight_dir: str | None = None  # below it are the checkpoints that requests may make the engine's weights
+    has_own_engines: bool = True  # else other processes have them
     stall_seconds: float = 30.0  # a client that reads nothing for so long is disconnected

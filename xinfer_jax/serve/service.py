@@ -42,7 +42,15 @@ from .server_settings import ServerSettings
 from .worker_pool import LARGE_TOKENS, WorkerPool, is_large
 
 # These need a key of an admin.
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = (
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/weight_info",
+    "/update_weights",
+)
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody receives it
 _ID_PREFIXES = dict(completion="cmpl-", chat="chatcmpl-", responses="resp_")
 
@@ -56,8 +64,7 @@ class Service:
         self.log = log
         self.load_error = ""  # why the model cannot be loaded
         self.closing = False
-        self.model: Model | None = None  # until it is loaded, as the engine
-        self.engine: AnyEngine | None = None
+        self.engine: AnyEngine | None = None  # until the model is loaded
         self.metrics = Metrics(settings.name)
         self.admission = AdmissionControl(settings)
         self.workers = WorkerPool()
@@ -68,7 +75,6 @@ class Service:
         """Makes the engine, unless it is given; afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
-        self.model = model
         self.tokenizer = model.tokenizer
         self.defaults = options_of_model(model, defaults)
         settings = self.settings
@@ -76,6 +82,11 @@ class Service:
         self.admission.rows = self.engine.rows
         self.grammars = GrammarPool(self.tokenizer, model.config.vocab_size)
         self.metrics.watch(self.engine)
+
+    @property
+    def model(self) -> Model | None:
+        """The model with the weights of the last update; None: it is not loaded yet."""
+        return self.engine.model if self.engine else None
 
     @property
     def max_model_len(self) -> int | None:

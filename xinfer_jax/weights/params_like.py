@@ -43,28 +43,52 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
     """
     given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales = _adapter_scales(params)
-
-    def fit(spec: ParamSpec, old: Any) -> Any:
-        return _fitted(given, spec, old, cast)
-
-    def convert(spec: ParamSpec, old: Any) -> Any:
-        if not is_quantized(old) or spec.name in given:
-            return fit(spec, old)
-        for name, old_scale in _adapter_scales(old, spec.name).items():
-            if (scale := scales.get(name, old_scale)) != old_scale:
-                raise InputError(
-                    f"{name} has an adapter of the scale {scale}, and programs one of {old_scale}: give it"
-                    f" that alpha / rank, and lora_b times {scale} / {old_scale}"
-                )
-        fields, form = jax.tree_util.tree_flatten_with_path(old)
-        names = [_name((spec.name, *path)) for path, _ in fields]
-        specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]
-        return jax.tree.unflatten(form, list(map(fit, specs, jax.tree.leaves(old))))
-
-    new = jax.tree.map(convert, param_specs(config), like)
+    new = jax.tree.map(
+        lambda spec, old: _converted(given, scales, spec, old, cast), param_specs(config), like
+    )
     if given:
         raise InputError(f"the new parameters have unknown leaves: {format_names(given)}: leave them out")
     return new
+
+
+def leaf_like(leaf: Any, spec: ParamSpec, old: Any, cast: bool = True) -> Any:
+    """Returns one leaf in the form of `old`, as `params_like` returns it in its tree.
+
+    Args:
+        leaf: a float array, or a leaf that is quantized as `old` is.
+        spec: of the leaf.
+        old: the leaf whose form it gets.
+        cast: as of `params_like`.
+
+    Raises:
+        InputError: as `params_like`; the leaf is quantized in another form.
+    """
+    forms: Any = [jax.tree.structure(leaf), jax.tree.structure(old)]
+    if is_quantized(leaf) and forms[0] != forms[1]:
+        raise InputError(
+            f"{spec.name} is quantized in the new weights, and has another form in the engine: give floats,"
+            " which the engine quantizes itself"
+        )
+    found = jax.tree_util.tree_leaves_with_path(leaf)
+    given = {_name((spec.name, *path)): x for path, x in found}
+    return _converted(given, _adapter_scales(leaf, spec.name), spec, old, cast)
+
+
+def _converted(given: dict[str, Any], scales: dict[str, float], spec: ParamSpec, old: Any, cast: bool) -> Any:
+    """Takes the arrays of a leaf out of the given ones, and returns the leaf in the form of `old`."""
+    if not is_quantized(old) or spec.name in given:
+        return _fitted(given, spec, old, cast)
+    for name, old_scale in _adapter_scales(old, spec.name).items():
+        if (scale := scales.get(name, old_scale)) != old_scale:
+            raise InputError(
+                f"{name} has an adapter of the scale {scale}, and programs one of {old_scale}: give it"
+                f" that alpha / rank, and lora_b times {scale} / {old_scale}"
+            )
+    fields, form = jax.tree_util.tree_flatten_with_path(old)
+    names = [_name((spec.name, *path)) for path, _ in fields]
+    specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]
+    arrays = [_fitted(given, own, x, cast) for own, x in zip(specs, jax.tree.leaves(old), strict=True)]
+    return jax.tree.unflatten(form, arrays)
 
 
 def _adapter_scales(tree: Any, *prefix: str) -> dict[str, float]:

@@ -1,0 +1,54 @@
+"""Runs the requests of admins: one at a time, in a thread."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+
+from ..api.fields import BodyError
+from ..errors import format_value
+from .request_body import receive_body
+from .service import Service
+
+_ADMINS = "admins"  # the client of their jobs
+
+
+async def run_admin_job(
+    service: Service,
+    request: HTTPRequest,
+    work: Callable[[dict[str, Any]], Any],
+    fields: Collection[str] | None = None,
+) -> Any:
+    """Returns the result of the work. It gets the body, whose fields are checked.
+
+    Args:
+        service: of the server.
+        request: of an admin.
+        work: runs in a thread, while requests of clients go on.
+        fields: that the body may have; None: there is no body, and the work gets {}.
+
+    Raises:
+        APIError: the service cannot answer now, or the body is no JSON object.
+        BodyError: the body has another field.
+    """
+    reservation = service.admit(request)
+    try:
+        data = []
+        if fields is not None:
+            data = [await receive_body(request, reservation, service.settings.max_body_bytes)]
+
+        def run() -> Any:
+            body = service.load_body(data, None) if fields is not None else {}
+            reject_unknown_fields(body, fields or ())
+            return work(body)
+
+        # One at a time, of all admins: a job may take seconds, in which other bodies go on.
+        return await service.workers.run(_ADMINS, False, run)
+    finally:
+        reservation.release()
+
+
+def reject_unknown_fields(body: dict[str, Any], fields: Collection[str]) -> None:
+    """Raises BodyError for a field that is unknown."""
+    if others := sorted(body.keys() - {*fields}):
+        raise BodyError(others[0], f"{format_value(others[0])} is no field here: leave it out")
