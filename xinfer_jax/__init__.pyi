@@ -41,7 +41,6 @@ from .model.forward_parts import (
 )
 from .model.taps import Tap as Tap
 from .plugins import register as register
-from .processes.tensor_stream import send_weights as send_weights
 from .reranking import rerank as rerank
 from .sampling.caller_processors import LogitsProcessor as LogitsProcessor
 from .sampling.sampling_config import SamplingConfig as SamplingConfig
