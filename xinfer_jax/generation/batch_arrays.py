@@ -130,8 +130,7 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        arrays = R, sizes.output, sizes.alternatives, V, sizes.logits, sizes.support
-        recorded = empty_alternatives(*arrays)
+        recorded = empty_alternatives(R, sizes.output, sizes.alternatives, V, sizes.logits, sizes.support)
         state = dataclasses.replace(state, alternatives=recorded)
     if call.callers is None:
         return state
