@@ -18,8 +18,6 @@ from .row import Row
 FINISH_REASONS = {"eos": "stop", "stop string": "stop", "deadline": "length"} | dict.fromkeys(
     ("cancelled", "aborted"), "abort"
 )
-# The stop_reason of answers that were ended from outside.
-_STOP_REASONS = dict(cancelled="cancelled", aborted="update", deadline="deadline")
 
 
 class Switch(NamedTuple):
@@ -70,7 +68,7 @@ class Answer:
         number: its place among the answers of its request.
         switches: the versions of the engine's parameters, for `Engine.replay`.
         ended_by: "eos", "stop" (an id), "stop string", "length", "cancelled", "deadline", "aborted" (by
-            `Engine.update`) or "error"; None before the end.
+            `Engine.update` or `Engine.pause`) or "error"; None before the end.
         finish_reason, stop_reason: as in `GenerateOutput`; None before the end.
     """
 
@@ -224,7 +222,8 @@ class Answer:
         """As in `GenerateOutput`."""
         if self.ended_by == "stop":
             return self.tokens[-1]
-        return self.stop_string or _STOP_REASONS.get(self.ended_by or "")
+        from_outside = self.ended_by in ("cancelled", "aborted", "deadline")
+        return self.ended_by if from_outside else self.stop_string
 
     def count_passes(self, passes: int, accepted: int) -> None:
         """Counts passes of the model, and the draft tokens that they accepted."""

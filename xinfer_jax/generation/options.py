@@ -107,7 +107,7 @@ class GenerateOutput:
             "abort", if you stopped the call, and in an engine "error".
         stop_reason: what stopped the answer (vLLM's field). None: an EOS id, or the length. A number: that
             stop id. A text: that stop string, or why an engine ended the answer before its end: "deadline"
-            (its finish_reason is "length"), "cancelled" or "update" ("abort").
+            (its finish_reason is "length"), "cancelled", or "aborted" by `Engine.update` or `Engine.pause`.
         stats: the cost of the call.
         alternatives: with options.logprobs: of each token; else None.
         logits: with options.logits: float32 [tokens, V]; else None.

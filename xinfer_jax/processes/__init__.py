@@ -4,8 +4,8 @@ launcher. It knows no engine, no flag and no HTTP: `engine`, `cli` and `serve` g
 In the order to read: `secret` (its file, and signatures made with it), `codec` (messages as JSON), `channel`
 (a connection of two processes), `coordinator` (compares the settings of processes, and ends all of them
 together) and `launcher` (the parent of one of them, which starts it). These load neither jax nor numpy. With
-numpy: `tensor_stream` (named tensors to another process). With jax: `control_channel` (from process 0 of a
-run to the others), `array_transfer` (arrays to another process).
+jax: `control_channel` (from process 0 of a run to the others), `array_transfer` (arrays to another process),
+`tensor_stream` (named tensors to another process).
 
 - Both ends of a connection prove that they know the secret of the run before they send a message. Messages
   are signed and numbered, so nobody can add, change, repeat or remove one. Nothing is encrypted.

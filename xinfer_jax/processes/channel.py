@@ -28,6 +28,7 @@ _BEAT_SECONDS = 5  # between two heartbeats
 _PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
 _LENGTH_SIZE = 4  # bytes
 _MAX_BYTES = 1 << 30  # of a message
+_SMALL_BYTES = 1 << 16  # of a content that is copied, to go in one packet with its signature
 _RAW = b"\0"  # begins a content that is not JSON
 _UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
 
@@ -82,8 +83,10 @@ class Channel:
             raise InputError(f"a message has {len(content)} bytes, more than {_MAX_BYTES}: send less at once")
         length = len(content).to_bytes(_LENGTH_SIZE)
         with self._lock:
+            head = self._sign(length, content) + length
             try:
-                self._connection.sendall(self._sign(length + content) + length + content)
+                for part in (head, content) if len(content) > _SMALL_BYTES else (head + content,):
+                    self._connection.sendall(part)
             except OSError:  # a part may have been sent, so no other message can follow
                 with suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
@@ -102,8 +105,8 @@ class Channel:
         run = number + other if listens else other + number
         self._sign = _signer(sign(secret, run, bytes([listens])))
         self._sign_other = _signer(sign(secret, run, bytes([not listens])))
-        self._connection.sendall(self._sign(b""))
-        if not compare_digest(self._read_until(deadline), self._sign_other(b"")):
+        self._connection.sendall(self._sign())
+        if not compare_digest(self._read_until(deadline), self._sign_other()):
             raise InputError(f"the other process {OTHER_SECRET}")
 
     def _read_until(self, deadline: float) -> bytes:
@@ -126,7 +129,7 @@ class Channel:
                 signature = self._read(SIGNATURE_SIZE)
                 length = self._read(_LENGTH_SIZE)
                 content = self._read(min(int.from_bytes(length), _MAX_BYTES))
-                if not compare_digest(signature, self._sign_other(length + content)):
+                if not compare_digest(signature, self._sign_other(length, content)):
                     raise InputError("it sent a message with a wrong signature")
                 (name, *args) = _decode_content(content)
                 if name != _BEAT:
@@ -157,10 +160,10 @@ def _decode_content(content: bytes) -> list[Any]:
     return [content[1:end].decode(), memoryview(content)[end + 1 :]]
 
 
-def _signer(key: bytes) -> Callable[[bytes], bytes]:
+def _signer(key: bytes) -> Callable[..., bytes]:
     """Returns a function that signs the messages of one direction, in their order."""
     numbers = itertools.count()
-    return lambda content: sign(key, next(numbers).to_bytes(8), content)
+    return lambda *parts: sign(key, next(numbers).to_bytes(8), *parts)
 
 
 def connect(host: str, port: int, receive: Receive, secret: bytes) -> Channel:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import InputError, format_names, format_value
+from ..modes import in_default_modes
 from .channel import GONE, Channel, Message, connect, parse_host_port
 from .secret import load_secret
 
@@ -92,6 +93,7 @@ class TensorStream:
         return name, args
 
 
+@in_default_modes
 def send_weights(
     address: str,
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
