@@ -13,6 +13,7 @@ from paths import ROOT
 from serving import run_server
 
 import xinfer_jax as xj
+from xinfer_jax.api.bodies import parse_request_body
 from xinfer_jax.sampling.random_keys import key_from_seed
 
 pytestmark = pytest.mark.oldest
@@ -121,6 +122,13 @@ def test_files_agree(model, path, text, tmp_path):
     assert dataset._defaults.options.sampling == SETTINGS
 
 
+def test_fields_of_a_body_replace_single_settings(model):
+    body = dict(messages=MESSAGES, top_k=5)
+    parsed = parse_request_body(model, "chat", body, xj.GenerateOptions(max_tokens=4), 100)
+    assert parsed.options.sampling == model.sampling_config(top_k=5)
+
+
+@pytest.mark.full
 def test_the_server_agrees(model, text):
     with run_server(model) as server:
         body = server.ask("chat", messages=MESSAGES, seed=0, max_tokens=LENGTH)
