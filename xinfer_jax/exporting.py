@@ -70,8 +70,8 @@ def enable_export() -> None:
         xj.enable_export()
         blob = jax.export.export(jax.jit(xj.prefill))(*arguments).serialize()
 
-    `serialize` raises `InputError` if an argument has a function of yours, as `Tap.edit`: let the exported
-    function close over it.
+    `serialize` raises `InputError` if an argument has a function that you wrote, as `Tap.edit`: let the
+    exported function close over it.
     """
     for module, names in DATACLASSES.items():
         for name in names:
@@ -93,7 +93,7 @@ def _register(kind: type, encode: Any, decode: Any) -> None:
 
 
 def _encode(value: Any) -> Any:
-    """What is static of a node, as JSON: a tuple is a list there, other values are objects with one key."""
+    """The static part of a node as JSON: a tuple becomes a list, and other values objects with one key."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple):

@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_whole(model):
     weight_BT = real_BT * np.random.RandomState(0).standard_normal(real_BT.shape).astype(np.float32)
     in_score, of_whole = (
         jax.jit(jax.grad(lambda p, f=f: (weight_BT * f(p, config, tokens_BT, num_tokens_B)).sum()))(params)
-        for f in (xj.score, whole)
+        for f in (lambda *given: xj.score(*given).logprobs_BT, whole)
     )
     chex.assert_trees_all_close(in_score, of_whole, atol=1e-4, rtol=1e-4)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(in_score))
@@ -207,10 +207,8 @@ def test_scores_equal_those_of_transformers(name):
     prompts = cases.prompts(cases.CASES[name])
     tensors = cases.random_tensors(case.config, 1234)
     theirs = cases.hf_model(case.hf, tensors)
-    got_BT = np.asarray(
-        xj.score(cases.params_from(case.config, tensors), case.config, *cases.pad_prompts(prompts))
-    )
-    for row, prompt in zip(got_BT, prompts, strict=True):
+    scores = xj.score(cases.params_from(case.config, tensors), case.config, *cases.pad_prompts(prompts))
+    for row, prompt in zip(np.asarray(scores.logprobs_BT), prompts, strict=True):
         log_softmax_TV = torch.log_softmax(torch.tensor(cases.hf_logits(theirs, prompt)), -1).numpy()
         np.testing.assert_allclose(
             row[: len(prompt) - 1], log_softmax_TV[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4

@@ -104,7 +104,7 @@ def test_streams_and_beams(model, out):
     beams = xj.beam_search(params, config, prompts, num_beams=2, length_penalty=0.0, max_tokens=NEW)
     rows = [prompt + best for prompt, (best, *_) in zip(prompts, beams.sequences, strict=True)]
     tokens_BT, num_tokens_B = cases.pad_prompts(rows)
-    exact_BT = jax.jit(xj.score, static_argnums=1)(params, config, tokens_BT, num_tokens_B)
+    exact_BT = jax.jit(xj.score)(params, config, tokens_BT, num_tokens_B).logprobs_BT
     for i, (prompt, (score, *_)) in enumerate(zip(prompts, beams.scores, strict=True)):
         np.testing.assert_allclose(score, exact_BT[i, len(prompt) - 1 :][:NEW].sum(), atol=1e-3)
 

@@ -29,7 +29,7 @@ PRINTED = {
     "xinfer_jax/TRAINING.md": (None, None, None),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
     "xinfer_jax/tool_calls/README.md": (None,),
-    "xinfer_jax/generation/README.md": (None, None, r"\[\[.+\]\]\n", None),
+    "xinfer_jax/generation/README.md": (None, None, None, r"\[\[.+\]\]\n", None),
     "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+", None),
 }
 
@@ -55,6 +55,8 @@ def test_block_prints(name, number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block, shown) = blocks(name)[number]
     pattern = PRINTED[name][number]
+    if ".serialize()" in block:
+        pytest.importorskip("flatbuffers", reason="jax writes programs with flatbuffers")
     if "make_mesh" in block:
         (program := tmp_path / "program.py").write_text(block, encoding="utf-8")
         out = run_script.run_on_devices(8, program)

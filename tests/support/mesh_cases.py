@@ -842,8 +842,8 @@ def explicit_axes() -> None:
     one = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
     replicated = jax.device_put(params, NamedSharding(one, PartitionSpec()))  # "model" divides nothing
     rows = NamedSharding(one, PartitionSpec("data"))
-    scored_BT = jax.jit(xj.score, static_argnums=1)(replicated, config, *jax.device_put(inputs, rows))
-    assert_close(scored_BT, want[0][0], 1e-4)
+    scores = jax.jit(xj.score, static_argnums=1)(replicated, config, *jax.device_put(inputs, rows))
+    assert_close(scores.logprobs_BT, want[0][0], 1e-4)
     mesh = mesh_of(2)
     with jax.set_mesh(mesh):
         assert jax.tree.leaves(xj.params.shardings(config, mesh))[0].mesh == mesh

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 
 from ..cache.kv_cache import KVCache
 from ..checks import check_range, is_traced
+from ..config.model_config import is_config
 from ..errors import InputError
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import AnyArray
@@ -33,7 +34,7 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
     bound = inspect.signature(function).bind(*args, **kwargs)
     args = bound.args
     kwargs = bound.kwargs
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_config)
     if not all(is_traced(x) for x in leaves if isinstance(x, jax.Array)):  # it needs a trace, for the context
         _check_values(bound.arguments)
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, AnyArray)}

@@ -212,6 +212,11 @@ def flatten_config(config: ModelConfig) -> tuple[tuple[()], tuple[Any, ...]]:
 jax.tree_util.register_pytree_with_keys(ModelConfig, flatten_config, lambda aux, _: aux[0])
 
 
+def is_config(node: object) -> bool:
+    """Whether a node of a pytree is a config. As a leaf it is compared by `==`, without the EOS ids."""
+    return isinstance(node, ModelConfig)
+
+
 def _has_cache(spec: Any) -> bool:
     """Whether a mixer has a cache of its own."""
     return not getattr(spec, "shares_kv", False)

@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
 from .row import Row
 
+if TYPE_CHECKING:
+    from .requests import Request
 # `Answer.ended_by`, and the finish_reason that users see: OpenAI's, or vLLM's "abort" and "error".
 FINISH_REASONS = {"eos": "stop", "stop string": "stop", "deadline": "length"} | dict.fromkeys(
     ("cancelled", "aborted"), "abort"
@@ -75,7 +77,7 @@ class Answer:
     routes = OldAttribute("routed_experts")
     processed = OldAttribute("processed_logprobs")
 
-    def __init__(self, request: Any, row: Row, number: int):
+    def __init__(self, request: "Request", row: Row, number: int):
         self.tokens: list[int] = []
         self.text_ids: list[int] = []
         self.logprobs: list[float] = []

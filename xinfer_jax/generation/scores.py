@@ -1,4 +1,4 @@
-"""`Scores`: what `score` returns, whatever it is asked for."""
+"""`Scores`: the result of `score`."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any

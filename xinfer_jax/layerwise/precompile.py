@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..config.model_config import ModelConfig
+from ..config.model_config import is_config
 from ..device import cpu_count
 from ..sharding import concrete_mesh_of
 from ..stats import release_free_memory
@@ -163,7 +163,7 @@ def call_signature(tree: Any) -> tuple:
     """The structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by `==`, so
     those that differ in EOS ids share their programs.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, ModelConfig))
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_config)
     return structure, *(
         (x.shape, x.dtype, _committed_sharding(x)) if hasattr(x, "dtype") else x for x in leaves
     )

@@ -25,8 +25,8 @@ class Alternatives(ShortRepr):
     processed_logprobs_BTA: jax.Array  # float32
     processed_logprobs_BT: jax.Array  # float32: log-probability of the sampled token after all processors
     logits_BTV: jax.Array | None  # float32: before any processor
-    wanted_B: Any = None  # bool: rows that asked for alternatives; None: all rows
-    support_BTW: Any = None  # uint32: the ids that each token was sampled from, as `support.py` has them
+    wanted_B: jax.Array | None = None  # bool: rows that asked for alternatives; None: all rows
+    support_BTW: jax.Array | None = None  # uint32: the ids that it was sampled from, as in `support.py`
 
     @property
     def sampled_only(self) -> "Alternatives":
