@@ -26,7 +26,8 @@ import xinfer_jax as xj
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 QUESTION = "--prompt=What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -45,9 +46,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     """The archive of the sources, and a wheel that is built from it."""
     folder = tmp_path_factory.mktemp("archives")
     backend = folder / "backend"
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"][
-        "requires"
-    ]
+    requires = PYPROJECT["build-system"]["requires"]
     got = subprocess.run([*PIP, "install", "--target", backend, *requires], capture_output=True, text=True)
     if got.returncode:
         pytest.skip(f"{requires} cannot be installed here: {got.stderr.strip()[-200:]}")
@@ -175,7 +174,6 @@ def test_an_adapter_changes_the_answer(installed, tmp_path):
 
 
 def test_a_gguf_file_answers(installed, tmp_path):
-    pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
     metadata = gguf_files.tokenizer_metadata(tiny.tokenizer().to_str(), "gpt-2", 288)
     gguf_files.write(path, "qwen2", hf=dict(vocab_size=288), metadata=metadata)
