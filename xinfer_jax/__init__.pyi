@@ -16,8 +16,8 @@ from .checkpoint.loading import Model as Model, load_model as load_model
 from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
 from .embedding import embed_texts as embed_texts
-from .engine.engine import Engine as Engine
 from .engine.engine_options import EngineOptions as EngineOptions
+from .engine.engines import Engine as Engine
 from .engine.request_options import RequestOptions as RequestOptions
 from .errors import (
     ContextLengthError as ContextLengthError,

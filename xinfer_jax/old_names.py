@@ -25,7 +25,7 @@ NAMESPACES = dict(
     " TokenLogprobs",
 )
 MOVED = (
-    dict(Engines="engine.engines.Engines", plugin="plugins.load", Processor="LogitsProcessor")
+    dict(Engines="Engine", plugin="plugins.load", Processor="LogitsProcessor")
     | dict(dfa="grammar.compile_dfa", from_hf="ModelConfig.from_hf")
     | dict(truncate="KVCache.truncate", repeat_rows="KVCache.repeat_rows")
     | {name: f"{space}.{name}" for space, names in NAMESPACES.items() for name in names.split()}

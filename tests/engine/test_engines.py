@@ -10,7 +10,6 @@ from paths import SUPPORT
 import xinfer_jax as xj
 from xinfer_jax.cli.answer_flags import parse_devices
 from xinfer_jax.engine.engine_options import EngineOptions
-from xinfer_jax.engine.engines import make_engine
 from xinfer_jax.serve import command
 from xinfer_jax.sharding import device_groups
 
@@ -32,7 +31,7 @@ def test_on_several_devices(count, name):
 )  # fmt: skip
 def test_invalid_numbers_of_engines_are_rejected(number, message):
     with pytest.raises(xj.InputError, match=message):
-        make_engine(xj.load_model(), EngineOptions(rows=1), number)
+        xj.Engine(xj.load_model(), EngineOptions(rows=1), data_parallel=number)
 
 
 def test_the_first_group_has_the_devices_of_the_model():
@@ -67,4 +66,4 @@ def test_flags_of_devices_and_roles():
         with pytest.raises(xj.InputError, match=why):
             command._run()
     with pytest.raises(xj.InputError, match="data_parallel=2 does not go with prefill_devices"):
-        make_engine(xj.load_model(), EngineOptions(prefill_devices=[0], decode_devices=[0]), 2)
+        xj.Engine(xj.load_model(), EngineOptions(prefill_devices=[0], decode_devices=[0]), data_parallel=2)

@@ -178,6 +178,6 @@ def test_a_file_that_is_not_supported_can_be_left_out(tmp_path):
 
 @pytest.mark.full
 def test_several_engines_agree(model, text):
-    with xj.Engines(model, 1, rows=2, capacity=128) as engines:
+    with xj.Engine(model, data_parallel=1, rows=2, capacity=128) as engines:
         (tokens,) = engines.submit(MESSAGES, xj.GenerateOptions(max_tokens=LENGTH)).result().tokens
     assert model.tokenizer.decode(tokens) == text

@@ -15,7 +15,6 @@ from random_adapters import random_adapter
 from soak import engine_requests
 
 import xinfer_jax as xj
-from xinfer_jax.engine.engines import Engines
 
 SIZES = dict(rows=2, capacity=512, pages=20)  # of all engines: they have the same programs
 SHAPE = SIZES | dict(warm_up=True)
@@ -49,14 +48,14 @@ def model(checkpoint) -> xj.Model:
 
 @pytest.fixture(scope="module")
 def several(model):
-    with xj.Engines(model, 2, **SHAPE) as several:
+    with xj.Engine(model, data_parallel=2, **SHAPE) as several:
         yield several
 
 
 @pytest.fixture
 def unstarted(several, model):
     """Engines that are not started."""
-    own = Engines(model, 2, **SHAPE)
+    own = xj.Engine(model, data_parallel=2, **SHAPE)
     yield own
     own.close()
 
@@ -122,7 +121,7 @@ def test_the_least_loaded_engine_is_chosen_unless_another_has_the_prefix(unstart
     for i in range(30):  # the number of known prefixes is bounded
         went(prompt(100 + i, 300))
     assert all(len(known) <= SHAPE["pages"] for known in unstarted._router.given.values())
-    without = Engines(unstarted.model, 2, **SHAPE, prefix_cache=False)
+    without = xj.Engine(unstarted.model, data_parallel=2, **SHAPE, prefix_cache=False)
     assert [without.submit(shared, options(2)).engine.name for _ in range(2)] == [
         engine.name for engine in without.engines
     ]
@@ -223,7 +222,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
     ids = [prompt(1, 90)] * 4
     wanted = None
     how = SIZES | dict(adapters=dict(a=adapters[0]), max_adapters=2, max_rank=3)
-    engines = (xj.Engines(model, 2, **how), xj.Engine(divided, **how))
+    engines = (xj.Engine(model, data_parallel=2, **how), xj.Engine(divided, **how))
     for engine in engines:
         engine.add_adapter("b", adapters[1])
         with pytest.raises(xj.InputError, match="rank 4, and the engine max_rank 3"):
@@ -269,7 +268,7 @@ def test_each_engine_on_a_mesh_has_devices_of_its_own(tmp_path):
     model = xj.load_model(path, mesh=mesh)
     ids = [prompt(30 + i, 70 + i) for i in range(6)]
     expected = xj.Engine(model, **SHAPE).generate(ids, options(12))
-    with Engines(model, 2, **SHAPE) as several:
+    with xj.Engine(model, data_parallel=2, **SHAPE) as several:
         groups = [where(engine) for engine in several.engines]
         with compiling.events() as seen:
             found = several.generate(ids, options(12))
@@ -277,7 +276,7 @@ def test_each_engine_on_a_mesh_has_devices_of_its_own(tmp_path):
     assert seen == [] and groups == [{*jax.devices()[:2]}, {*jax.devices()[2:]}]
     assert [(out.tokens, out.logprobs) for out in found] == [(out.tokens, out.logprobs) for out in expected]
     with pytest.raises(xj.InputError, match=r"data_parallel=3 needs 6 devices, and there are 4: give 2"):
-        Engines(model, 3, **SHAPE)
+        xj.Engine(model, data_parallel=3, **SHAPE)
 
 
 def lines(path: Path, count: int) -> Path:

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, Unpack
 import numpy as np
 
 from ..checkpoint.loading import load_model
-from ..engine.engine import Engine
 from ..engine.engine_options import EngineSettings
+from ..engine.engines import Engine
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions
 from .input_lines import Line, json_default

@@ -16,7 +16,7 @@ from ..api.score_body import format_scores, parse_score_body
 from ..checkpoint.loading import Model
 from ..checkpoint.model_defaults import options_of_model
 from ..checks import check_integer
-from ..engine.engines import AnyEngine
+from ..engine.engines import Engine
 from ..engine.request_options import RequestOptions
 from ..engine.requests import Request
 from ..engine.submission import requests_of
@@ -69,7 +69,7 @@ class LineDefaults:
         seed = check_integer("seed", seed, 0, 2**64 - 1)
         return LineDefaults(options, seed, raw, system, score, bool(escape))
 
-    def check(self, engine: AnyEngine) -> None:
+    def check(self, engine: Engine) -> None:
         """Raises InputError for options with which the engine could serve no line."""
         list(requests_of(engine, [[0]], self.options, [key_from_seed(0)], RequestOptions()))
 
@@ -77,7 +77,7 @@ class LineDefaults:
 class LineRequest:
     """A line and its engine requests."""
 
-    def __init__(self, line: Line, engine: AnyEngine, defaults: LineDefaults, names: Sequence[str]):
+    def __init__(self, line: Line, engine: Engine, defaults: LineDefaults, names: Sequence[str]):
         """Submits the line. names: names of the model that the line may give."""
         self.line = line
         self._engine = engine

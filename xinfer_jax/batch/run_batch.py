@@ -19,9 +19,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import check_integer
-from ..engine.engine import Engine
+from ..engine.engine import LocalEngine
 from ..engine.engine_options import EngineOptions, EngineSettings
-from ..engine.engines import AnyEngine, make_engine
+from ..engine.engines import Engine
 from ..engine.held_adapters import with_adapters_read
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions
@@ -119,7 +119,6 @@ def generate_file(  # noqa: PLR0913  a public function
     progress: bool = True,
     escape_control_tokens: bool = True,
     starting: AbstractContextManager[object] | None = None,
-    data_parallel: int = 1,
     **engine: Unpack[EngineSettings],
 ) -> BatchReport:
     """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
@@ -144,7 +143,6 @@ def generate_file(  # noqa: PLR0913  a public function
         progress: show a bar on standard error if it is a terminal; else log a line a minute, at level INFO.
         escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
         starting: a context manager that is entered while the engine starts, which compiles programs.
-        data_parallel: the number of engines.
         engine: fields of `EngineOptions`.
 
     Returns:
@@ -170,7 +168,7 @@ def generate_file(  # noqa: PLR0913  a public function
     output_file = ResumableOutput(output, run_settings(model, defaults, engine_options, shard, in_order))
     try:
         with starting or nullcontext():
-            made = make_engine(model, engine_options, data_parallel)
+            made = Engine(model, engine_options)
         with closing(made):
             defaults.check(made)
             total = _count_lines(input) // n if progress and str(input) != "-" else None
@@ -188,7 +186,7 @@ def follow_file(model: Model, **engine: Unpack[EngineSettings]) -> None:
     model and engine.
     """
     fingerprint(model.params, model.config)  # a collective computation: all processes must take part
-    Engine(model, **engine).follow()
+    LocalEngine(model, **engine).follow()
 
 
 def _unfinished_lines(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterator[Line]:
@@ -209,7 +207,7 @@ class _BatchRun:
     """Submits lines to an engine, a bounded number at a time, and writes the answers."""
 
     def __init__(
-        self, engine: AnyEngine, defaults: LineDefaults, output: ResumableOutput, in_order: bool,
+        self, engine: Engine, defaults: LineDefaults, output: ResumableOutput, in_order: bool,
         progress: bool, total: int | None, names: Sequence[str],
     ):  # fmt: skip
         self._names = names

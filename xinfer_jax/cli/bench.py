@@ -15,7 +15,7 @@ import numpy as np
 
 from ..checkpoint.loading import Model, load_model
 from ..device import cpu_count
-from ..engine.engine import Engine
+from ..engine.engines import Engine
 from ..errors import InputError
 from ..estimates.model_work import Work, bytes_per_pass, decode_work, prefill_work
 from ..families.reading import from_hf

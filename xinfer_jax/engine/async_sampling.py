@@ -62,7 +62,7 @@ class AsyncSampling:
     """Gives `SampleOutput` of an engine with a thread."""
 
     def __init__(self, owner: Any):
-        """owner: `Engine` or `Engines`."""
+        """owner: the engine."""
         self._owner = owner
 
     async def sample(

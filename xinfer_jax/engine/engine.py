@@ -1,5 +1,5 @@
-"""`Engine`: a scheduler and device programs that answer its requests; or several engines with roles, which it
-gives them to.
+"""`LocalEngine`: a scheduler and device programs that answer its requests; or several engines with roles,
+which it gives them to.
 """
 
 import dataclasses
@@ -34,20 +34,17 @@ from .pages import PagePool
 from .routing import close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_options, checked_memory_plan, engine_shape, page_settings
+from .submission import Engine
 from .warm_up import create_device
 from .weight_updates import own_array
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class Engine(EngineLoop):
-    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022), with a paged KV
-    cache (PagedAttention, Kwon et al. 2023). Each request gets, bit for bit, the tokens and log-probabilities
-    that it gets alone in an engine of the same shape.
+class LocalEngine(EngineLoop):
+    """The engine of a model: a scheduler and device programs, or several such engines with roles.
 
     Attributes:
-        model: with the weights of the last `update`.
-        shape: its sizes, which are attributes of the engine too: `rows`, `capacity`, `pages`.
         about: one line about its size, and the seconds until it was ready.
         role: as in `EngineOptions`.
         follower: in processes other than process 0.
@@ -57,24 +54,13 @@ class Engine(EngineLoop):
 
     follower: Follower | None = None
     channel: ControlChannel | None = None
-    _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
+    _roles: Sequence["LocalEngine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
     @without_mesh_context
     def __init__(
         self, model: Model, options: EngineOptions | None = None, **settings: Unpack[EngineSettings]
     ):
-        """Compiles the programs that a short greedy request needs. The others are compiled in the background,
-        and a request that needs one of them waits for it.
-
-        Args:
-            model: from `load_model`.
-            options: None: `EngineOptions()`.
-            settings: fields of `EngineOptions`, in place of those of `options`.
-
-        Raises:
-            InputError: a value that no engine can have, before anything is compiled.
-        """
-        super().__init__()
+        self.create_parts()
         options = given_options(model, options, settings)
         self.processors = HeldProcessors(options.processors)
         if options.prefill_devices is not None or options.decode_devices is not None:
@@ -106,7 +92,7 @@ class Engine(EngineLoop):
 
     def _dispatch(self, model: Model, options: EngineOptions) -> None:
         """Creates engines with roles, and gives requests to them."""
-        engines = create_role_engines(Engine, model, options)
+        engines = create_role_engines(LocalEngine, model, options)
         dispatcher = Dispatcher(self._notify, self._wait_for_work, options.prefix_cache)
 
         def emit(name: str, *args: Any) -> None:
@@ -130,7 +116,7 @@ class Engine(EngineLoop):
         return EngineEndpoint(self, self.core, emit)
 
     @property
-    def engines(self) -> Sequence["Engine"]:
+    def engines(self) -> Sequence["LocalEngine"]:
         """The engines that answer: this one; with roles, those that prefill and then those that decode."""
         return self._roles or (self,)
 
@@ -207,7 +193,7 @@ class Engine(EngineLoop):
     def close(self) -> None:
         if self._roles:
             super().close()
-            close_engines(self._roles, Engine.close)
+            close_engines(self._roles, LocalEngine.close)
             return
         self._warm_up.stop()
         super().close()
@@ -244,5 +230,9 @@ def given_options(model: Model, options: EngineOptions | None, settings: EngineS
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {format_value(model)}")
     if options is not None and not isinstance(options, EngineOptions):
-        raise InputError(f"options must be EngineOptions, got {format_value(options)}")
+        remedy = f": write data_parallel={options}" if type(options) is int else ""  # as of `Engines` before
+        raise InputError(f"options must be EngineOptions, got {format_value(options)}{remedy}")
     return with_adapters_read(model, dataclasses.replace(options or EngineOptions(), **settings))
+
+
+Engine._one = LocalEngine

@@ -20,14 +20,14 @@ from .pausing import RUNNING
 from .requests import Request
 from .row import HeldAdapter
 from .statistics import EngineCounters, EngineStats, collect_stats
-from .submission import EngineBase
+from .submission import Engine
 
 _LOGGER = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.1  # for events, in a step of a core that only waits
 
 
-class EngineLoop(EngineBase):
+class EngineLoop(Engine):
     """An engine with a queue of requests.
 
     Attributes:
@@ -39,8 +39,8 @@ class EngineLoop(EngineBase):
     core: Any  # `EngineCore` or `Dispatcher`
     role: str | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
+    def create_parts(self) -> None:
+        super().create_parts()
         self._condition = threading.Condition()  # is notified of all changes, and of new tokens
         self._unfinished: dict[Request, None] = {}  # in the order in which they came
         self._next_deadline = math.inf  # of these, or earlier

@@ -41,6 +41,8 @@ class EngineOptions:
 
     Attributes:
         rows: slots of an engine: answers that are decoded together (vLLM: max_num_seqs).
+        data_parallel: number of engines behind one queue, each with a copy of the parameters on devices of
+            its own and with `rows` slots. If the model lies on several devices, each engine gets as many.
         capacity: maximum tokens of a prompt and its answer together. Default: 4096, or the model's context
             length if that is less.
         pages: KV cache pages of 64 tokens each, for all rows and the prefix cache. Default: half of the
@@ -85,6 +87,7 @@ class EngineOptions:
     """
 
     rows: int = _option(8, least=1)
+    data_parallel: int = _option(1, flag=False, recorded=False, least=1)
     capacity: int | None = _option(None, least=2)
     pages: int | None = _option(None, recorded=False, least=2)
     chunk: int = _option(256, least=64)
@@ -116,6 +119,7 @@ class EngineSettings(TypedDict, total=False):
     """
 
     rows: int
+    data_parallel: int
     capacity: int | None
     pages: int | None
     chunk: int

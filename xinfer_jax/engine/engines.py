@@ -1,4 +1,4 @@
-"""`Engines`: several engines behind one queue, each on devices of its own (data parallelism).
+"""`ParallelEngine`: several engines behind one queue, each on devices of its own (data parallelism).
 
 submit ─► route: the engine with most of the prompt in its prefix cache, unless it is much busier ─► its queue
 """
@@ -6,7 +6,7 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 
@@ -15,52 +15,43 @@ from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..text import Prompt
-from .engine import Engine, given_options
+from .engine import LocalEngine, given_options
 from .engine_options import EngineOptions, EngineSettings
 from .request_options import ManyRequestFields, RequestOptions
 from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
-from .submission import EngineBase
+from .submission import Engine as Engine
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
 
 
-class Engines(EngineBase):
-    """Several engines of one shape, each with a copy of the parameters on devices of its own, and a thread
-    (data parallelism). A request has the same bits in each of them. It goes to the engine with the fewest
-    requests, or to one whose prefix cache has the beginning of its prompt, unless that is much busier.
+class ParallelEngine(Engine):
+    """Several engines of one shape, each with a thread.
 
     Attributes:
+        engines: each has its devices.
         rows: of all together.
     """
 
-    engines: Sequence[Engine] = ()  # type: ignore[assignment]  # a property of `EngineBase`
+    engines: Sequence[LocalEngine] = ()  # type: ignore[assignment]  # a property of `Engine`
 
     def __init__(
-        self,
-        model: Model,
-        data_parallel: int,
-        options: EngineOptions | None = None,
-        **settings: Unpack[EngineSettings],
+        self, model: Model, options: EngineOptions | None = None, **settings: Unpack[EngineSettings]
     ):
-        """Creates the engines in parallel.
-
-        Args:
-            model: from `load_model`. If it lies on several devices, each engine gets as many.
-            data_parallel: number of engines.
-            options, settings: as of `Engine`, for each.
-
-        Raises:
-            InputError: as `Engine`; there are fewer devices, or too little memory for all.
-        """
-        super().__init__()
+        """Creates the engines in parallel."""
+        self.create_parts()
         options = given_options(model, options, settings)
+        if options.prefill_devices or options.decode_devices:
+            raise InputError(
+                f"data_parallel={options.data_parallel} does not go with prefill_devices and decode_devices,"
+                " which list the engines: leave one of them out"
+            )
         sharding = getattr(model.params["final_norm"], "sharding", None)
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
-        groups = device_groups(data_parallel, own and list(own))
-        each = [dataclasses.replace(options, adapters=None)] * len(groups)
-        self.engines = create_engines(Engine, model, groups, each, "ask for fewer engines")
+        groups = device_groups(options.data_parallel, own and list(own))
+        each = [dataclasses.replace(options, data_parallel=1, adapters=None)] * len(groups)
+        self.engines = create_engines(LocalEngine, model, groups, each, "ask for fewer engines")
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.shape = engine.shape
@@ -101,7 +92,7 @@ class Engines(EngineBase):
         return self
 
     def close(self) -> None:
-        close_engines(self.engines, Engine.close)
+        close_engines(self.engines, LocalEngine.close)
 
     def step(self) -> bool:
         """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
@@ -119,7 +110,7 @@ class Engines(EngineBase):
     def enqueue(self, requests: list[Request]) -> None:
         with self._lock:
             self.check_open()
-            routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}
+            routed: dict[LocalEngine, list[Request]] = {engine: [] for engine in self.engines}
             loads = {engine: engine.load for engine in self.engines}
             for request in requests:
                 # Of the engines that are not clearly busier than another, the one that was given most of the
@@ -136,14 +127,4 @@ class Engines(EngineBase):
                 engine.enqueue(own)
 
 
-AnyEngine: TypeAlias = Engine | Engines
-
-
-def make_engine(model: Model, options: EngineOptions, data_parallel: int = 1) -> AnyEngine:
-    """An `Engine`, or `Engines` if `data_parallel` is more than 1."""
-    if data_parallel != 1 and (options.prefill_devices or options.decode_devices):
-        raise InputError(
-            f"data_parallel={data_parallel} does not go with prefill_devices and decode_devices, which list"
-            " the engines: leave one of them out"
-        )
-    return Engine(model, options) if data_parallel == 1 else Engines(model, data_parallel, options)
+Engine._several = ParallelEngine

@@ -90,7 +90,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
     noun = "adapter"
 
     def __init__(self, owner: Any):
-        """owner: `Engine` or `Engines`."""
+        """owner: the engine."""
         super().__init__()
         self._owner = owner
 

@@ -22,7 +22,7 @@ class Pausing:
     """
 
     def __init__(self, owner: Any):
-        """owner: `Engine` or `Engines`."""
+        """owner: the engine."""
         self._owner = owner
         self.phase = RUNNING
 

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from .answers import Answer
 from .async_sampling import AsyncSampling, SampleOutput
 from .device_programs import MAX_LOGPROBS
 from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
+from .engine_options import EngineOptions, EngineSettings
 from .held_adapters import HeldAdapters
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
@@ -157,14 +158,25 @@ def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
 Keys = jax.Array | Sequence[jax.Array | None] | None
 
 
-class EngineBase:
-    """The common methods of `Engine` and `Engines`.
+class Engine:
+    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022), with a paged KV
+    cache (PagedAttention, Kwon et al. 2023). Each request gets, bit for bit, the tokens and log-probabilities
+    that it gets alone in an engine of the same shape.
+
+    With `data_parallel=N` there are N engines behind one queue. A request has the same bits in each. It
+    goes to the engine with the fewest requests, or to one whose prefix cache has the beginning of its prompt,
+    unless that engine is much busier.
 
     Attributes:
+        model: with the weights of the last `update`.
+        shape: its sizes, which are attributes of the engine too: `rows` (of all engines together),
+            `capacity`, `pages`.
         weights, adapters, pausing, sampling: parts, each with methods of its own.
         updating: is held by a change of weights or adapters: there is one at a time.
     """
 
+    _one: type["Engine"]  # the class of an engine, and that of several: their modules assign them
+    _several: type["Engine"]
     shape: EngineShape
     error: BaseException | None = None
     name = "the engine"
@@ -181,7 +193,32 @@ class EngineBase:
     restore_cache = PartMethod("pausing", Pausing.restore_cache)
     sample = PartMethod("sampling", AsyncSampling.sample)
 
-    def __init__(self) -> None:
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        if cls is not Engine:
+            return super().__new__(cls)
+        options = settings.get("options", args[1] if len(args) > 1 else None)
+        count = settings.get("data_parallel", getattr(options, "data_parallel", 1))
+        return super().__new__(cast(Any, cls._one if count == 1 else cls._several))
+
+    def __init__(
+        self, model: Model, options: EngineOptions | None = None, **settings: Unpack[EngineSettings]
+    ) -> None:
+        """Compiles the programs that a short greedy request needs. The others are compiled in the background,
+        and a request that needs one of them waits for it.
+
+        Args:
+            model: from `load_model`.
+            options: None: `EngineOptions()`.
+            settings: fields of `EngineOptions`, in place of those of `options`.
+
+        Raises:
+            InputError: a value that no engine can have, before anything is compiled; with `data_parallel`
+                there are fewer devices, or too little memory for all engines.
+        """
+        raise NotImplementedError  # the class that `__new__` chooses has it
+
+    def create_parts(self) -> None:
+        """Creates what engines of all classes have. Each class does it first."""
         self.updating = threading.Lock()
         self.weights = WeightUpdates(self)
         self.adapters = HeldAdapters(self)
@@ -213,7 +250,7 @@ class EngineBase:
         return self.weights.version
 
     @property
-    def engines(self) -> "Sequence[EngineBase]":
+    def engines(self) -> "Sequence[Engine]":
         """The engines that answer: this one."""
         return (self,)
 
@@ -367,6 +404,10 @@ class EngineBase:
         """Whether it can answer: no engine has failed or was closed."""
         return all(engine.error is None for engine in (*self.engines, self))
 
+    def __enter__(self) -> Self:
+        """Starts a thread that takes the steps."""
+        raise NotImplementedError
+
     def __exit__(self, *exc: object) -> None:
         self.close()
 
@@ -377,6 +418,17 @@ class EngineBase:
     def close(self) -> None:
         """Ends all requests with an error. No method can be called any more."""
         raise NotImplementedError
+
+    def step(self) -> bool:
+        """Takes one step on the caller's thread, for an engine without a thread of its own. Returns whether
+        any request is unfinished.
+        """
+        raise NotImplementedError
+
+    @property
+    def last_step_time(self) -> float:
+        """When its last step ended, by time.monotonic()."""
+        return min(engine.last_step_time for engine in self.engines)
 
     def check_open(self) -> None:
         for engine in (*self.engines, self):

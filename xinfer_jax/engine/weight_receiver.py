@@ -20,7 +20,7 @@ def receive_weights(engine: Any, address: str, *, secret_file: str | None = None
     use a network that you trust.
 
     Args:
-        engine: an `Engine` or `Engines` of this process alone.
+        engine: an engine of this process alone.
         address: HOST:PORT to listen at; port 0: any free one, which `address` of the result has.
         secret_file: as of `send_weights`.
 

@@ -30,7 +30,7 @@ class WeightUpdates:
     """Replaces the weights of an engine, or of all that one stands for."""
 
     def __init__(self, owner: Any):
-        """owner: `Engine` or `Engines`."""
+        """owner: the engine."""
         self._owner = owner
 
     @property

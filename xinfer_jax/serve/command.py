@@ -159,9 +159,9 @@ def _run() -> int:
     if flags.role:
         return _serve_role(flags, options)
     if distributed_args().get("process_id"):
-        from ..engine.engine import Engine
+        from ..engine.engine import LocalEngine
 
-        Engine(_load_model(flags), options).follow()
+        LocalEngine(_load_model(flags), options).follow()
         return 0
     with status("loading jax"):
         try:
@@ -260,13 +260,13 @@ def _check_roles(flags: Any) -> None:
 
 def _serve_role(flags: Any, options: EngineOptions) -> int:
     """What a prefill or decode process does: works for the front process until that ends, or a signal."""
-    from ..engine.engine import Engine
+    from ..engine.engine import LocalEngine
     from .peer_worker import PeerWorker
 
     address = parse_host_port("--peer", flags.peer)
     secret = load_secret(flags.secret_file, address[0])
     model = _load_model(flags)
-    with capture_signals() as stop, Engine(model, options) as engine:
+    with capture_signals() as stop, LocalEngine(model, options) as engine:
         worker = PeerWorker(engine, address, secret, _log)
         _log(f"this {flags.role} process works for {flags.peer}")
         why = worker.run(stop)

@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..engine.engines import AnyEngine
+from ..engine.engines import Engine
 from ..engine.requests import Request
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -36,7 +36,7 @@ class Metrics:
             "vllm:request_success", "Answers that ended.", [*kind, "finished_reason"], registry=self._registry
         )
 
-    def watch(self, engine: AnyEngine) -> None:
+    def watch(self, engine: Engine) -> None:
         """From now on, `collect` reports this engine, or these engines."""
         self._engine = engine
         self._registry.register(self)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class PeerEngines(EngineLoop):
 
     def __init__(self, model: Model, listening: socket.socket, secret: bytes, log: Callable[[str], None]):
         """Accepts processes from now on. model: without weights; listening: where they connect."""
-        super().__init__()
+        self.create_parts()
         self.model = model
         self._log = log
         self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)

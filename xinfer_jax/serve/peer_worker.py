@@ -19,7 +19,7 @@ from .. import __version__
 from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..engine.answers import Progress
-from ..engine.engine import Engine
+from ..engine.engine import LocalEngine
 from ..engine.host_tier import COPIED_PAGES
 from ..engine.pages import num_pages_for
 from ..errors import InputError
@@ -46,7 +46,9 @@ class _Work:
 class PeerWorker:
     """Serves one front process until the connection is lost."""
 
-    def __init__(self, engine: Engine, address: tuple[str, int], secret: bytes, log: Callable[[str], None]):
+    def __init__(
+        self, engine: LocalEngine, address: tuple[str, int], secret: bytes, log: Callable[[str], None]
+    ):
         """Connects to the front process, and says who this is. engine: with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
@@ -171,7 +173,7 @@ class PeerWorker:
             self._transfer.withdraw(offer[0])
 
 
-def _description(engine: Engine, host: str) -> dict[str, Any]:
+def _description(engine: LocalEngine, host: str) -> dict[str, Any]:
     """What the front process has to know; `same` must be equal in all processes."""
     model = engine.model
     mesh = concrete_mesh_of(model.params)

@@ -21,7 +21,7 @@ from ..api.fields import BodyError, with_field_names
 from ..api.responses_request import errors_of_chat
 from ..checkpoint.loading import Model
 from ..checkpoint.model_defaults import options_of_model
-from ..engine.engines import AnyEngine, make_engine
+from ..engine.engines import Engine
 from ..engine.requests import Request, request_updates
 from ..engine.row import HeldAdapter
 from ..errors import GrammarError, InputError, NoTokenLeftError, format_message, format_value
@@ -64,7 +64,7 @@ class Service:
         self.log = log
         self.load_error = ""  # why the model cannot be loaded
         self.closing = False
-        self.engine: AnyEngine | None = None  # until the model is loaded
+        self.engine: Engine | None = None  # until the model is loaded
         self.metrics = Metrics(settings.name)
         self.admission = AdmissionControl(settings)
         self.workers = WorkerPool()
@@ -78,7 +78,9 @@ class Service:
         self.tokenizer = model.tokenizer
         self.defaults = options_of_model(model, defaults)
         settings = self.settings
-        self.engine = engine or make_engine(model, settings.engine, settings.data_parallel).__enter__()
+        self.engine = (
+            engine or Engine(model, settings.engine, data_parallel=settings.data_parallel).__enter__()
+        )
         self.admission.rows = self.engine.rows
         self.grammars = GrammarPool(self.tokenizer, model.config.vocab_size)
         self.metrics.watch(self.engine)
