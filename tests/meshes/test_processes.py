@@ -251,6 +251,23 @@ class Harm:
         return Path.touch, (self.file,)
 
 
+def test_messages_of_raw_bytes():
+    events = SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = channel.Listener(server, events.put, SECRET)
+        other = channel.connect(*server.getsockname(), lambda _: None, SECRET)
+        for data in (b"", b"\0a\0", bytes(range(256)) * 1000):
+            other.send_bytes("part", memoryview(data))
+            (_, name, (found,)) = events.get(timeout=10)
+            assert name == "part" and bytes(found) == data
+        other.send("place", 1)
+        assert events.get(timeout=10)[1:] == ("place", [1])
+        other.send_encoded(b"\0part")
+        (_, name, (why,)) = events.get(timeout=10)
+        assert name == channel.GONE and "bytes without a name" in why
+        listener.close()
+
+
 @pytest.mark.parametrize("forged", ["a pickle", "sent before", "another secret", "other content"])
 def test_messages_without_a_valid_signature_end_the_connection_and_run_nothing(tmp_path, forged):
     events = SimpleQueue()
@@ -267,7 +284,8 @@ def test_messages_without_a_valid_signature_end_the_connection_and_run_nothing(t
             other._sign = channel._signer(OTHER)
             other.send("place", 2)
         elif forged == "other content":
-            other._sign = lambda content, sign=other._sign: sign(content.replace(b"2", b"3"))
+            sign = other._sign
+            other._sign = lambda *parts: sign(*(part.replace(b"2", b"3") for part in parts))
             other.send("place", 2)
         elif forged == "sent before":
             sent.sendall(message)

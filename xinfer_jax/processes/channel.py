@@ -156,7 +156,9 @@ def _decode_content(content: bytes) -> list[Any]:
     if content[:1] != _RAW:
         decoded: list[Any] = decode_message(content)
         return decoded
-    end = content.index(_RAW, 1)
+    end = content.find(_RAW, 1)
+    if end < 0:
+        raise InputError("a message of another process has bytes without a name: use one version")
     return [content[1:end].decode(), memoryview(content)[end + 1 :]]
 
 
