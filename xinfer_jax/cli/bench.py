@@ -156,7 +156,7 @@ def _measure_engine(flags: Any, model: Model) -> dict[str, Any]:
     options = [_options(flags)] * len(prompts)
     with engine, status(f"timing {len(prompts)} requests to an engine"):
         start = time.perf_counter()
-        answers = engine.generate(prompts, options)
+        answers = engine.generate(prompts, options, key=jax.random.key(0))
         seconds = time.perf_counter() - start
         stats = engine.stats
     prompt_tokens = sum(map(len, prompts))
