@@ -120,7 +120,7 @@ class EngineSampler:
             return_routed_experts=asked.return_routed_experts,
             return_support=self.engine.support,
         )
-        text_ids = out.tokens_T[:-1] if out.finish_reason in ("eos", "stop") else out.tokens_T
+        text_ids = out.tokens_T[:-1] if out.finish_reason == "stop" else out.tokens_T
         routed_experts = (
             None if out.routed_experts is None else out.routed_experts[asked.routed_experts_prompt_start : -1]
         )

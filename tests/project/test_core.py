@@ -27,7 +27,7 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=6_490, code=3_765), GENERATE: Size(lines=7_315, code=4_320)}
+BOUNDS = {FUNCTIONAL: Size(lines=6_495, code=3_770), GENERATE: Size(lines=7_320, code=4_325)}
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {

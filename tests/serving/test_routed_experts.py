@@ -119,7 +119,7 @@ def test_responses_and_batch_lines_have_the_experts_of_the_engine(mixture, tmp_p
     with serving.run_server(mixture, engine=xj.EngineOptions(**SHAPE)) as server:
         status, error, _ = server.call("POST", "/v1/completions", asked)
         assert status == 400 and error["error"]["param"] == "return_routed_experts"
-        assert "--routes" in error["error"]["message"]
+        assert "--routed_experts" in error["error"]["message"]
     (tmp_path / "in.jsonl").write_text(json.dumps(asked) + "\n")
     files = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     xj.generate_file(

@@ -355,7 +355,10 @@ def test_command_shuts_down_after_sigterm():
         (["--role=prefill"], "belong together"),
         (["--role=prefill", "--peer=127.0.0.1:1", "--data_parallel=2"], "does not go with --role"),
         (["--peers=127.0.0.1:0", "--prefill_devices=0"], "does not go with --peers"),
-        (["--peers=127.0.0.1:0", "--routes"], "--routes does not go with --peers: leave it out"),
+        (
+            ["--peers=127.0.0.1:0", "--routed_experts"],
+            "--routed_experts does not go with --peers: leave it out",
+        ),
         (["--trusted_proxy=proxy.example"], "not an address of a proxy"),
         (["--trusted_proxy=10.0.0.1", "--trusted_proxy=10.0.0.1/8"], "host bits"),
         (["--trusted_proxy=0.0.0.0/0"], "every address"),

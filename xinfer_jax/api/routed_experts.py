@@ -46,7 +46,7 @@ def check_recorded(start: int | None, is_recorded: bool) -> None:
         is_recorded: the engine was made with `routed_experts=True`.
     """
     if start is not None and not is_recorded:
-        remedy = "start the command with --routes, or leave the field out"
+        remedy = "start the command with --routed_experts, or leave the field out"
         raise BodyError(FIELD, f"{FIELD} needs an engine that records experts: {remedy}")
 
 
