@@ -58,11 +58,11 @@ def test_abort(engine):
     requests = start(engine)
     engine.pause("abort")
     outs = [request.result() for request in requests]
-    assert [out.finish_reason for out in outs] == [["aborted"]] * 2
+    assert [out.finish_reason for out in outs] == [["abort"]] * 2
     assert 0 < len(outs[0].tokens[0]) < 30 and outs[1].tokens == [[]]
     later = engine.submit([8], LONG)
     engine.pausing.abort()
-    assert later.result().finish_reason == ["aborted"]
+    assert later.result().finish_reason == ["abort"]
     engine.resume()
     assert len(engine.submit([8], LONG).result().tokens[0]) == 30
 

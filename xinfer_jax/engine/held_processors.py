@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_sequence
-from ..errors import InputError, format_value
+from ..errors import InputError, format_names, format_value
 from ..generation.state import DecodeState, append_token
-from ..sampling.caller_processors import Callers, LogitsProcessor, guarded
+from ..model.caller_functions import function_name
+from ..sampling.caller_processors import Callers, LogitsProcessor, check_pair, guarded
 from ..sampling.sampler import sample_tokens
 from .held_table import HeldTable
 
@@ -34,8 +35,11 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
 
     def of_request(self, given: Any) -> Callers:
         """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
-        name, None: the defaults. Raises InputError for other names, or other arguments than the defaults are.
+        name, None: the defaults; or pairs as `generate` takes them. Raises InputError for other names or
+        processors, or other arguments than the defaults are.
         """
+        if is_sequence(given):
+            given = self._by_name(given)
         self.check_request(given, "arguments")
         states = []
         for name, (_, default) in self.items():
@@ -44,6 +48,28 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         uses_1P = np.array([[name in given for name in self]])
         processors = tuple(processor for processor, _ in self.values())
         return Callers(tuple(states), None, processors, uses_BP=uses_1P)
+
+    def _by_name(self, pairs: Sequence[Any]) -> dict[str, Any]:
+        """The arguments by name for pairs of a processor and the arguments of one row, as in `generate`.
+        Raises InputError for a processor that the engine does not hold, or another order than the engine's.
+        """
+        given: dict[str, Any] = {}
+        for pair in pairs:
+            check_pair(pair)
+            processor, arguments = pair
+            same = [name for name, (held, _) in self.items() if held == processor and name not in given]
+            if not same:
+                has = f"holds {format_names(self, 8)}" if self else "holds none"
+                raise InputError(
+                    f"processors of a request: the engine {has}, and none that applies"
+                    f" {function_name(processor.apply)}: make it with processors={{name: (processor, arguments)}}"
+                )
+            given[same[0]] = jax.tree.map(_only_row, arguments)
+        if [*given] != (order := [name for name in self if name in given]):
+            raise InputError(
+                f"the engine applies its processors in the order {', '.join(order)}: give this order"
+            )
+        return given
 
     def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
         """`Callers` of a row before `start`. leaves: of what `of_request` returned; (): it names none."""
@@ -79,6 +105,13 @@ _TRY = jax.jit(_try)
 
 def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
     return dataclasses.replace(rows, context=dataclasses.replace(rows.context, callers=callers))
+
+
+def _only_row(x: Any) -> Any:
+    """The entry of a number for all rows, or of an array of one row."""
+    if np.ndim(x) and len(x) != 1:
+        raise InputError(f"processors: arguments of shape {np.shape(x)}, for 1 row")
+    return x[0] if np.ndim(x) else x
 
 
 def repeated(x_1: Any, rows: int) -> Any:

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from ..checks import check_integer, is_traced, number_array
-from ..errors import InputError, format_value
+from ..errors import InputError, format_names, format_value
+from ..model.taps import Tap, add_vector
 from ..weights.params import Params, activation_dtype
 from .held_table import HeldTable
 
@@ -50,7 +51,12 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         self.replace_all(given)
 
     def of_request(self, given: Any) -> tuple[float, ...]:
-        """The factors of a row, for `GenerateOptions.taps` of a request; (): all are 0. Raises InputError."""
+        """The factors of a row, for `GenerateOptions.taps` of a request: factors by name, or taps by layer as
+        `generate` takes them, made by `Tap.steer` of vectors that the engine holds. (): all factors are 0.
+        Raises InputError.
+        """
+        if isinstance(given, Mapping) and any(isinstance(tap, Tap) for tap in given.values()):
+            given = self._by_name(given)
         for name, factor in self.check_request(given, "factors").items():
             number = number_array(factor)
             if number is None or number.ndim or not abs(number) <= 1e6:
@@ -59,6 +65,36 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
                 )
         factors = tuple(float(given.get(name, 0.0)) for name in self)
         return factors if any(factors) else ()
+
+    def _by_name(self, taps: Mapping[Any, Any]) -> dict[str, Any]:
+        """The factors by name for taps by layer. Raises InputError for taps of other vectors or kinds."""
+        left: dict[Any, tuple[np.ndarray, Any]] = {}
+        for place, tap in taps.items():
+            layer = place[0] if isinstance(place, tuple) and place[1:] == ("layer",) else place
+            if not isinstance(tap, Tap) or tap.edit is not add_vector or tap.read:
+                raise InputError(
+                    f"taps of a request: the tap of layer {place} is not of Tap.steer: a request can only add"
+                    " vectors, so use generate or run_model"
+                )
+            left[layer] = np.asarray(tap.args[0], np.float32), tap.args[1]
+        factors: dict[str, Any] = {}
+        for name, by_layer in self.items():
+            found = [left.get(layer) for layer in by_layer]
+            pairs = [pair for pair in found if pair is not None]
+            same = len(pairs) == len(found) and len({float(factor) for _, factor in pairs}) == 1
+            if same and all(
+                np.array_equal(pair[0], np.asarray(vector, np.float32))
+                for pair, vector in zip(pairs, by_layer.values(), strict=True)
+            ):
+                factors[name] = pairs[0][1]
+                left = {layer: pair for layer, pair in left.items() if layer not in by_layer}
+        if left:
+            has = f"holds {format_names(self, 8)}" if self else "holds none"
+            raise InputError(
+                f"taps of a request: the engine {has}, and none with the vector of layer {next(iter(left))}:"
+                " make it with taps={name: {layer: vector}}"
+            )
+        return factors
 
     def of_rows(self, factors: Sequence[Sequence[float]], place: Any) -> tuple[Any, jax.Array]:
         """`Extras.vectors` and `factor_BN` of rows with these factors; (): none. place: of arrays on the

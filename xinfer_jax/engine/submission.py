@@ -18,6 +18,7 @@ from ..generation.options import GenerateOptions, GenerateOutput
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
 from ..grammar.grammars import with_tokenizer
 from ..ops.operation import without_mesh_context
+from ..sampling.caller_processors import callers_of_call
 from ..sampling.random_keys import answer_keys, check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
@@ -144,6 +145,26 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
     if len(each) != prompts:
         raise InputError(f"{len(each)} {name} for {prompts} prompts: give one, or one per prompt")
     return each
+
+
+def _options_of_prompts(options: Any, prompts: int) -> list[Any]:
+    """The options of each prompt. Options for several prompts have arguments of processors with as many rows,
+    as in `generate`.
+    """
+    each = _per_prompt("options", options, prompts)
+    pairs = getattr(options, "processors", None)
+    if prompts < 2 or not is_sequence(pairs):
+        return each
+    callers = callers_of_call(pairs, None, None, prompts)  # checks them
+    if callers is None:
+        return each
+    states = jax.tree.map(np.asarray, callers.states)
+
+    def of_prompt(i: int) -> GenerateOptions:
+        own = jax.tree.map(lambda x: x[i : i + 1], states)
+        return dataclasses.replace(options, processors=list(zip(callers.processors, own, strict=True)))
+
+    return [of_prompt(i) for i in range(prompts)]
 
 
 def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
@@ -327,7 +348,7 @@ class Engine:
         given: dict[str, Any] = dict(fields)
         asked = dataclasses.replace(asked or RequestOptions(), **given)
         prompt_keys = _prompt_keys(keys, len(prompts))
-        each = _per_prompt("options", options, len(prompts))
+        each = _options_of_prompts(options, len(prompts))
         of_model = {id(one): options_of_model(self.model, one) for one in each}
         each = [of_model[id(one)] for one in each]
         adapters = _per_prompt("adapters", asked.adapter, len(prompts))

@@ -67,10 +67,12 @@ class GenerateOptions:
             for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
             answer that reaches max_tokens before is cut. None: anything.
         processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
-            `history_BS` of their context has the prompts' tokens. Of a request to an engine: {name:
-            arguments} of processors that it was made with; None: its default arguments.
-        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows. Of
-            a request to an engine: {name: factor} of vectors that it was made with.
+            `history_BS` of their context has the prompts' tokens. A request to an engine takes the same list
+            of processors that the engine was made with, or {name: arguments} of them, where None stands for
+            the default arguments.
+        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows. A
+            request to an engine takes the taps {layer: Tap.steer(vector, factor)} of vectors that the engine
+            was made with, or {name: factor} of them.
     """
 
     max_tokens: int = 128

@@ -35,10 +35,28 @@ class Tap:
     )
     read: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
+    @classmethod
+    def steer(cls, vector: Any, factor: float = 1.0) -> "Tap":
+        """Returns a tap that adds factor * vector to the hidden states of all tokens (steering). `generate`
+        takes it, and an engine that holds this vector (`EngineOptions.taps`).
+
+        Args:
+            vector: float [D].
+            factor: a number; other numbers compile nothing.
+        """
+        return cls((vector, factor), add_vector)
+
     def __post_init__(self) -> None:
         check_function("edit of a Tap", self.edit)
         if not isinstance(self.read, bool):
             raise InputError(f"read of a Tap must be True or False, got {format_value(self.read)}")
+
+
+def add_vector(hidden_BTD: jax.Array, args: Any) -> jax.Array:
+    """`Tap.steer`, in the precision in which an engine adds its vectors."""
+    vector_D, factor = args
+    added_D = jnp.asarray(vector_D, jnp.float32) * jnp.asarray(factor, jnp.float32)
+    return hidden_BTD + added_D.astype(hidden_BTD.dtype)
 
 
 # By layer, or by (layer, "attention") and (layer, "layer"): keys of a pytree are all of one kind.

@@ -266,13 +266,18 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
     check_function("stop", stop)
     pairs = [] if given is None else given if is_sequence(given) else [given]
     for pair in pairs:
-        if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
-            what = "a list of (LogitsProcessor, arguments of the rows)"
-            raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
+        check_pair(pair)
     states = tuple(_of_rows(arguments, rows) for _, arguments in pairs)
     if not states and sample is None:
         return None
     return Callers(states, None, tuple(processor for processor, _ in pairs), sample)
+
+
+def check_pair(pair: Any) -> None:
+    """Raises InputError where an entry of `processors` is no pair of a processor and arguments."""
+    if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
+        what = "a list of (LogitsProcessor, arguments of the rows)"
+        raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
 
 
 def guarded(
