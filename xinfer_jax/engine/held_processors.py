@@ -62,7 +62,8 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
                 has = f"holds {format_names(self, 8)}" if self else "holds none"
                 raise InputError(
                     f"processors of a request: the engine {has}, and none that applies"
-                    f" {function_name(processor.apply)}: make it with processors={{name: (processor, arguments)}}"
+                    f" {function_name(processor.apply)}: make the engine with"
+                    " processors={name: (processor, arguments)}"
                 )
             given[same[0]] = jax.tree.map(_only_row, arguments)
         if [*given] != (order := [name for name in self if name in given]):
