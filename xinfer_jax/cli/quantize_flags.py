@@ -27,7 +27,7 @@ define_checkpoint(PARSER)
 PARSER.add_text("output", "Directory to write to. Default: only report.", empty="give a directory")
 PARSER.add_choice(
     "format",
-    "xinfer_jax: files that only this library reads. compressed-tensors: _W4A16 files, also for transformers;"
+    "xinfer_jax: files that only this library reads. compressed-tensors: W4A16 files, also for transformers;"
     " they are for --quantize=int4, rounded to nearest around 0, also after awq's scales, and the vocabulary"
     " stays float.",
     "xinfer_jax", _W4A16, default="xinfer_jax",
