@@ -28,9 +28,9 @@ from safetensors.numpy import save_file
 from train import tiny_data
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.formats.files import BUNDLED
 from xinfer_jax.model.decoder import unembed
 from xinfer_jax.model.forward_parts import hidden_states
 from xinfer_jax.weights.params import Params

@@ -11,6 +11,7 @@ import numpy as np
 
 import xinfer_jax as xj
 from behaviour.recording import CACHE_DTYPES, CAPACITY, Records, attempt, num_bytes, shapes
+from xinfer_jax.engine.engine import LocalEngine
 
 # In commits before 0.2.0 the kernels are a package of their own.
 _NAMES = ("xinfer_jax.kernels_pallas", "kernels_pallas")
@@ -56,10 +57,10 @@ def cache_records(config: xj.ModelConfig) -> Records:
 
 def engine_without_programs(model: xj.Model, **settings: Any) -> xj.Engine:
     """Returns an engine that has its sizes and compiles nothing. No public name gives them: this replaces a
-    method of `Engine`; if another commit has no such method, its engine is compiled.
+    method of `LocalEngine`; if another commit has no such method, its engine is compiled.
     """
 
-    class Sized(xj.Engine):
+    class Sized(LocalEngine):
         def _create_core(self, shape: Any) -> None:
             return None
 

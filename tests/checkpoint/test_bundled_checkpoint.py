@@ -9,7 +9,7 @@ import pytest
 from train import tiny_data as data
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.formats.files import BUNDLED
 
 pytestmark = pytest.mark.oldest
 

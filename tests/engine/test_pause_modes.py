@@ -30,7 +30,7 @@ def start(engine) -> list[xj.types.Request]:
     for _ in range(5):
         engine.core._pacing.step_seconds = 1.0  # so that a step decodes one token
         engine.step()
-    assert 0 < len(requests[0].answers[0].sampled) < 30 and not requests[1].answers[0].sampled
+    assert 0 < len(requests[0].answers[0].tokens) < 30 and not requests[1].answers[0].tokens
     return requests
 
 
@@ -38,8 +38,8 @@ def test_keep(engine):
     alone = [engine.submit([i, 6], LONG).result().tokens for i in (5, 7)]
     requests = start(engine)
     engine.pause()
-    count = len(requests[0].answers[0].sampled)
-    assert not engine.step() and len(requests[0].answers[0].sampled) == count
+    count = len(requests[0].answers[0].tokens)
+    assert not engine.step() and len(requests[0].answers[0].tokens) == count
     engine.resume()
     assert [request.result().tokens for request in requests] == alone
 
@@ -49,7 +49,7 @@ def test_wait(engine):
     engine.pause("wait")
     assert [request.ended for request in requests] == [True, False]
     later = engine.submit([8], LONG)
-    assert not engine.step() and not requests[1].answers[0].sampled
+    assert not engine.step() and not requests[1].answers[0].tokens
     engine.resume()
     assert [len(request.result().tokens[0]) for request in (*requests, later)] == [30] * 3
 

@@ -165,7 +165,7 @@ def test_pages_are_shared_with_the_same_adapter_only(engine, adapters):
 def test_an_adapter_is_replaced_as_weights_are(engine, model, adapters, mode):
     alone = [answer(submit(engine, name)) for name in "ab"]
     (first, other) = requests = [submit(engine, name, salt=mode) for name in "ab"]
-    while min(len(request.answers[0].sampled) for request in requests) < 5:
+    while min(len(request.answers[0].tokens) for request in requests) < 5:
         engine.core._pacing.step_seconds = 0.1
         engine.step()
     assert first.answers[0].finish_reason is None

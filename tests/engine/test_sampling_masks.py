@@ -43,7 +43,7 @@ def test_masks_of_answers(how):
     assert out.support[0].dtype == np.uint32
     tokens = np.array([[*IDS, *sampled.tokens_T]])
     support = np.pad(sampled.support, ((len(IDS), 0), (0, 0)))[None]
-    found = score(PARAMS, CONFIG, tokens, temperature=0.7, support=support)
+    found = score(PARAMS, CONFIG, tokens, temperature=0.7, support=support).logprobs_BT
     np.testing.assert_allclose(found[0, len(IDS) - 1 :], sampled.processed_logprobs_T, atol=1e-5)
 
 

@@ -56,7 +56,7 @@ def start(engine, prompt: list[int], tokens: int, options=LONG, **how) -> xj.typ
 
 
 def advance(engine, request, tokens: int) -> None:
-    while len(request.answers[0].sampled) < tokens:
+    while len(request.answers[0].tokens) < tokens:
         engine.core._pacing.step_seconds = 0.1
         engine.step()
 
@@ -93,9 +93,9 @@ def test_replay(engine, versions):
     other = start(
         engine, [8, 9], 3, xj.GenerateOptions(max_tokens=300, sampling=LONG.sampling, eos_token_ids=())
     )
-    running = len(other.answers[0].sampled)
+    running = len(other.answers[0].tokens)
     first = request.result()
-    assert len(other.answers[0].sampled) > running
+    assert len(other.answers[0].tokens) > running
     with pytest.raises(xj.InputError, match="needs an answer that has ended"):
         engine.replay(other, versions)
     with pytest.raises(xj.InputError, match="needs a request, one of its answers, or .* got GenerateOutput"):

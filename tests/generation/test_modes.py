@@ -266,8 +266,8 @@ def test_every_function_of_arrays_has_default_modes():
     assert {name for name, function in functions.items() if not hasattr(function, "__wrapped__")} == {
         "alternatives_text", "encode_prompt", "forward", "generate_file", "generate_text", "grammar.choice",
         "grammar.compile_dfa", "grammar.json_object", "grammar.json_schema", "grammar.lark", "grammar.regex",
-        "hidden_states", "params.param_names", "params.shardings", "register", "stream_text",
-        "tools.parse_tool_calls", "tools.tool_grammar",
+        "hidden_states", "params.param_names", "params.shardings", "register", "rollouts.receive_weights",
+        "stream_text",        "tools.parse_tool_calls", "tools.tool_grammar",
     }  # fmt: skip
 
 

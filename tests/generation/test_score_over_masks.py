@@ -57,9 +57,9 @@ def test_scores_with_masks_are_the_log_probabilities_of_the_sampler(settings):
     assert plain.alternatives is None and out.alternatives.id_BTA.shape == (2, 6, 0)
     packed = xj.rollouts.pack_rollout(PROMPTS, LENGTHS, out)
     rows = PARAMS, CONFIG, packed.tokens_BT, packed.num_tokens_B
-    scores_BT = score(*rows, temperature=settings["temperature"], support=packed.support)
+    scores_BT = score(*rows, temperature=settings["temperature"], support=packed.support).logprobs_BT
     np.testing.assert_allclose(scores_BT[packed.mask_BT], packed.logprobs_BT[packed.mask_BT], atol=1e-5)
-    whole_BT = score(*rows, temperature=settings["temperature"])
+    whole_BT = score(*rows, temperature=settings["temperature"]).logprobs_BT
     assert (scores_BT > whole_BT + 1e-3)[packed.mask_BT].any()  # the masks leave out something
     np.testing.assert_allclose(scores_BT[~packed.mask_BT], whole_BT[~packed.mask_BT], atol=1e-5)
     is_in_BTV = unpack(np.asarray(out.alternatives.support_BTW))
@@ -106,7 +106,7 @@ def test_a_token_outside_its_mask_is_impossible():
     tokens_BT = np.array([[5, 6, 7]], np.int32)
     support = np.zeros((1, 3, -(-V // 32)), np.uint32)
     support[0, 2, 0] = 1 << 6  # id 6 alone
-    found = np.asarray(score(PARAMS, CONFIG, tokens_BT, support=support))
+    found = np.asarray(score(PARAMS, CONFIG, tokens_BT, support=support).logprobs_BT)
     assert np.isfinite(found[0, 0]) and found[0, 1] == -np.inf
 
 
@@ -142,6 +142,6 @@ def test_generate_returns_masks(how):
         logits_1TV, _ = xj.forward(PARAMS, CONFIG, tokens_1T)
         best_TV = np.asarray(jax.lax.top_k(logits_1TV[0, len(prompt) - 1 : -1], 4)[1])
         np.testing.assert_array_equal(np.sort(best_TV, -1), [np.flatnonzero(row) for row in is_in_TV])
-        assert np.isfinite(score(PARAMS, CONFIG, tokens_1T, support=support_1TW)).all()
+        assert np.isfinite(score(PARAMS, CONFIG, tokens_1T, support=support_1TW).logprobs_BT).all()
     plain = xj.generate(PARAMS, CONFIG, prompts, xj.GenerateOptions(max_tokens=2), key=jax.random.key(3))
     assert plain.support is None

@@ -32,10 +32,10 @@ CONTAINER = POD["containers"][0]
 GRACE = command.PARSER.values["grace"].default
 
 
-def routed_experts() -> dict[str, set[str]]:
+def routes() -> dict[str, set[str]]:
     """The methods of each route of the server."""
     server = app.make_server(Service(server_requests.SETTINGS, print))
-    return {route.path: route.methods for route in server.config.app.routed_experts}
+    return {route.path: route.methods for route in server.config.app.routes}
 
 
 def docker_list(instruction: str) -> list[str]:
@@ -67,7 +67,7 @@ def test_the_image_copies_files_that_exist_and_starts_the_server():
 
 def test_health_checks_ask_a_route_that_needs_no_key():
     health = re.search(r"http://127.0.0.1:(\d+)(/\w+)", DOCKERFILE)
-    assert "GET" in routed_experts()[health[2]] and health[1] == "8000"
+    assert "GET" in routes()[health[2]] and health[1] == "8000"
     probes = [CONTAINER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     for probe in probes:
         assert probe["httpGet"] == dict(path=health[2], port="http")
@@ -84,7 +84,7 @@ def test_compose_gives_flags_of_the_server():
     assert int(server["stop_grace_period"].removesuffix("s")) > int(flags["grace"]) + command._CLOSE_SECONDS
     (scrape,) = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
     assert scrape["static_configs"][0]["targets"] == [f"server:{flags['port']}"]
-    assert scrape.get("metrics_path", "/metrics") in routed_experts()
+    assert scrape.get("metrics_path", "/metrics") in routes()
     for name in ("datasource", "dashboards"):
         assert yaml.safe_load(COMPOSE["configs"][name]["content"])["apiVersion"] == 1
     assert (FOLDER / COMPOSE["configs"]["dashboard"]["file"]).is_file()
@@ -97,7 +97,7 @@ def test_kubernetes_gives_flags_of_the_server():
     (port,) = CONTAINER["ports"]
     assert port == dict(name="http", containerPort=int(flags["port"]))
     annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
-    assert annotations["prometheus.io/path"] in routed_experts()
+    assert annotations["prometheus.io/path"] in routes()
     assert annotations["prometheus.io/port"] == flags["port"]
     (variable,) = CONTAINER["env"]
     assert variable["name"] == command._KEY_VARIABLE
@@ -116,7 +116,7 @@ def exported_names() -> set[str]:
     """The names of all series that /metrics has."""
     stats = EngineStats(**{field.name: 0 for field in dataclasses.fields(EngineStats)})
     metrics = Metrics("model")
-    metrics.watch(SimpleNamespace(stats=stats))
+    metrics.watch(SimpleNamespace(stats=stats, version=0))
     names = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", metrics.text().decode(), re.M):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}

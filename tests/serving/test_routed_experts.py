@@ -51,7 +51,7 @@ def test_encoded_experts_begin_at_the_first_token_asked_for(mixture):
         parsed = parse(mixture, return_routed_experts=True, routed_experts_prompt_start=start)
         assert parsed.request_options.return_routed_experts
         out = xj.types.GenerateOutput(
-            [[1, 2]], [[0.0, 0.0]], ["eos"], GenerateStats(1, 3, 0, 0), routed_experts=[routes_TLU]
+            [[1, 2]], [[0.0, 0.0]], ["stop"], [None], GenerateStats(1, 3, 0, 0), routed_experts=[routes_TLU]
         )
         ((choice, _),) = response_choices(parsed, [out], [[]], mixture.tokenizer)
         found = decode(choice["routed_experts"])

@@ -330,7 +330,7 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
     first.append = fail
     with pytest.raises(xj.InputError, match="not finite"):
         request.result(300)
-    assert max(len(answer.sampled) for answer in request.answers) < 400
+    assert max(len(answer.tokens) for answer in request.answers) < 400
     assert idle(apart) and not any(engine.load for engine in apart.engines)
 
 

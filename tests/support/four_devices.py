@@ -166,7 +166,7 @@ def test_update_of_an_engine_on_a_mesh(model):
     assert config.num_key_value_heads > model.config.num_key_value_heads
     others = jax.tree.map(lambda x: np.asarray(x) * 1.5, model.params)
     request = engine.submit(prompt(1, 90), options(60))
-    while not request.answers[0].sampled:
+    while not request.answers[0].tokens:
         engine.step()
     with compiling.events() as seen:
         engine.update(others, mode="recompute")

@@ -26,7 +26,7 @@ score = jax.jit(xj.score, static_argnums=1, static_argnames="return_routed_exper
 def check(model: xj.Model, ids: list[int], answer: xj.types.Answer, params=None) -> None:
     """The routes are those of a pass over all tokens, and replaying them gives the log-probabilities."""
     params = model.params if params is None else params
-    tokens = [*ids, *answer.sampled]
+    tokens = [*ids, *answer.tokens]
     padded_1T = np.array([tokens + [0] * (256 - len(tokens))])
     given = np.full((1, 256, *answer.routed_experts.shape[1:]), -1, np.int32)
     given[0, : len(tokens)] = answer.routed_experts

@@ -28,7 +28,7 @@ def answer(engine, updates, update, host, root) -> None:
     running = engine.submit([5] * 9, OPTIONS)
     others = []
     for tree, mode in zip(updates, ("recompute", "continue", "wait", "continue"), strict=True):
-        while not running.ended and len(running.answers[0].sampled) < 5:
+        while not running.ended and len(running.answers[0].tokens) < 5:
             engine.step()
         update(tree, mode=mode)
         others.append(engine.submit([7] * 9, OPTIONS).result())

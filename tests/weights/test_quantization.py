@@ -16,8 +16,8 @@ from random_matrices import random_params
 
 import xinfer_jax as xj
 from xinfer_jax.backends.cpu import cpu_features, grouped_products, product_table
-from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.feed_forward.experts import mixture_of_experts
+from xinfer_jax.formats.files import BUNDLED
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.grouped_weight import GroupedWeight, unpack_int4
 from xinfer_jax.weights.hadamard import input_block_width
