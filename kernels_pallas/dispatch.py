@@ -26,7 +26,12 @@ KERNELS = (
 
 
 class Selection(NamedTuple):
-    """The implementation of a call, and the reason for it."""
+    """The implementation of a call, and the reason for it.
+
+    Attributes:
+        impl: "mosaic", "triton", "tpu" or "xla".
+        reason: why it was chosen, for a reader.
+    """
 
     impl: str
     reason: str

@@ -2,7 +2,7 @@
 
 - Results of functions: `GenerateOutput`, `BeamOutput`, `Decoded`, `ModelOutput`, `Scores`, `Stream`,
   `TextStream`, `SampleOutput`, `TokenLogprobs`, `TokenText`, `Prefix`.
-- Requests of an engine: `Request`, `Answer`.
+- Requests of an engine: `Request`, `Answer`. What `kernels_used` returns: `Selection`.
 - Reports and statistics: `BatchReport`, `GenerateStats`, `EngineStats`, `LoadStats`.
 - Arguments that your functions get: `DecodeState`, `SamplingContext`; and `RopeConfig`, a part of a config.
 """

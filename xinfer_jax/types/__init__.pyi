@@ -12,6 +12,7 @@ from ..generation.options import GenerateOutput as GenerateOutput
 from ..generation.scores import Scores as Scores
 from ..generation.state import DecodeState as DecodeState
 from ..generation.streaming import Stream as Stream
+from ..kernels_pallas.dispatch import Selection as Selection
 from ..model.decoder import ModelOutput as ModelOutput
 from ..sampling.caller_processors import SamplingContext as SamplingContext
 from ..sampling.logprobs import TokenLogprobs as TokenLogprobs
