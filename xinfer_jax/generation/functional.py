@@ -207,8 +207,8 @@ def decode_loop(  # noqa: PLR0913  a public function
             processors, and before and after them the k most likely tokens, which may be none. None: they
             have not.
         grammar: from `compile_dfa`, for all rows or one (or None) per row; traced or not. A row ends where
-            the automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
-            its text does not match then.
+            the automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as
+            well: its text does not match then.
         processors: logits processors of yours, each with the arguments of its rows: a pytree of numbers, or
             of arrays with rows in front, which may be traced.
         sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw, of greedy rows too, after all
