@@ -1,7 +1,7 @@
 """The registries (families, mixers, feed-forwards, routers, cache dtypes, RoPE types, forms of tool calls and
 of operations), and the hooks of a platform.
 
-The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`), which imports a module of this table when it is
+The core asks `plugin(kind, name)` (`registry.py`), which imports a module of this table when it is
 first used. Operations, dtypes and limits do without if there is no entry; what a config or an option asks for
 (linear attention, scaled RoPE) needs one. `register` adds to a registry from outside the package. Features
 that only some calls need are imports inside functions, marked as optional.

@@ -209,7 +209,7 @@ class Answer:
         return True
 
     def end(self, reason: str, routed_experts: Any = None) -> None:
-        """The answer ends, unless it has ended. routes: its `recorded_routes`; None: they stay."""
+        """The answer ends, unless it has ended. routed_experts: its `recorded_routes`; None: they stay."""
         if routed_experts is not None:
             self.recorded_routes = routed_experts
         self.ended_by = self.ended_by or reason

@@ -33,7 +33,7 @@ class Pausing:
         Args:
             mode: what becomes of unfinished answers, as in vLLM. "keep": they continue after `resume`.
                 "wait": answers that have begun are finished first, while no other answer starts. "abort":
-                they end with the finish_reason "aborted".
+                they end with the finish_reason "abort".
 
         Raises:
             InputError: it is paused already; it is closed, or has failed; the mode is none of these.
@@ -52,7 +52,7 @@ class Pausing:
 
     @without_mesh_context
     def abort(self) -> None:
-        """Ends all unfinished answers with the finish_reason "aborted", whether the engine is paused or not.
+        """Ends all unfinished answers with the finish_reason "abort", whether the engine is paused or not.
         Raises InputError where it is closed, or has failed.
         """
         owner = self._owner
@@ -116,7 +116,7 @@ class Pausing:
 
 
 def abort_unfinished(owner: Any, adapter: HeldAdapter | None = None) -> None:
-    """Ends all answers, or those with an adapter, with the finish_reason "aborted". The caller holds
+    """Ends all answers, or those with an adapter, with the finish_reason "abort". The caller holds
     `without_steps`.
     """
     for loop in [owner] if owner.engines[0].role is not None else owner.engines:

@@ -153,7 +153,7 @@ def params_from_tensors(
     A pure function, also under `jit`.
 
     Args:
-        config: of the model, as `from_hf` returns it.
+        config: of the model, as `ModelConfig.from_hf` returns it.
         tensors: float arrays by name; they may be sharded. Those of a model that also sees are taken by the
             names of its text model, and its other tensors are left out.
         dtype: float32, bfloat16 or float16; None: each tensor keeps its own.

@@ -13,7 +13,8 @@ from .rope_settings import write_rope
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json of a model, in the field names of transformers 5: the inverse of `from_hf`.
+    """Returns the config.json of a model, in the field names of transformers 5: the inverse of
+    `ModelConfig.from_hf`.
 
     Raises:
         InputError: config.json of its family has no such model: the fields that it would lose are named.

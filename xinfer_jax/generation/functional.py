@@ -103,7 +103,7 @@ def prefill(  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
-        inputs_BTD, taps: as in `run_model`, which is for routes and for taps that read.
+        inputs_BTD, taps: as in `run_model`, which also returns experts and what taps read.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
         impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
@@ -206,9 +206,9 @@ def decode_loop(  # noqa: PLR0913  a public function
         logprobs: k: the results have `alternatives`: the log-probability of each token after the logits
             processors, and before and after them the k most likely tokens, which may be none. None: they
             have not.
-        grammar: from `dfa`, for all rows or one (or None) per row; traced or not. A row ends where the
-            automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
-            its text does not match then.
+        grammar: from `compile_dfa`, for all rows or one (or None) per row; traced or not. A row ends where
+            the automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as
+            well: its text does not match then.
         processors: logits processors of yours, each with the arguments of its rows: a pytree of numbers, or
             of arrays with rows in front, which may be traced.
         sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw, of greedy rows too, after all

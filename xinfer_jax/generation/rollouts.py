@@ -53,13 +53,13 @@ def pack_rollout(
     Args:
         prompt_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real.
-        out: what `decode_loop` returned for these rows; with routes these are packed as well.
+        out: what `decode_loop` returned for these rows; its `routed_experts` are packed as well.
         prompt_routed_experts: those of the prompt, from `run_model`; None: -1, so `score` chooses its experts
             again.
 
     Raises:
-        InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number
-            of tokens outside the row.
+        InputError: arrays of another shape or type; experts of the prompt alone; outside a trace also a
+            number of tokens outside the row.
     """
     check_array("prompt_BT", prompt_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
     check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Dfa(ShortRepr):
-    """A deterministic finite automaton over tokens, as arrays; `dfa` makes it, `decode_loop` takes it.
+    """A deterministic finite automaton over tokens, as arrays. `compile_dfa` makes it for `decode_loop`.
 
     Tokens of one class lead from each state to the same state, so the table has a column per class instead of
     one per token. A row begins in state 0.

@@ -95,7 +95,7 @@ def forward(  # noqa: PLR0913  a public function
 
     Returns:
         float32 logits [B, T, V], undefined at padding; and the cache with the tokens appended. `run_model`
-        also returns routes, and the hidden states that taps read.
+        also returns the chosen experts, and the hidden states that taps read.
 
     Raises:
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
@@ -130,7 +130,7 @@ def run_model(  # noqa: PLR0913  a public function
     remat: Remat = None,
     impl: str | None = None,
 ) -> "ModelOutput[MaybeCache]":
-    """Everything that a model returns for some tokens, by name: hidden states, cache, routes, and what taps
+    """Everything that a model returns for some tokens, by name: hidden states, cache, experts, and what taps
     read. Not jitted; differentiable as `forward` is. `unembed` makes logits of the hidden states.
 
     Args:
@@ -151,9 +151,9 @@ def run_model(  # noqa: PLR0913  a public function
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
     Raises:
-        InputError: as `forward`; inputs_BTD or routes have another shape; segments, positions or stacked
-            layers with a cache; routes of a model without mixtures, or others that it does not take; taps of
-            another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
+        InputError: as `forward`; inputs_BTD or routed_experts have another shape; segments, positions or
+            stacked layers with a cache; experts of a model without mixtures, or others that it does not take;
+            taps of another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
     """
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
     extras = Extras(routed_experts=routed_experts, taps=taps)
