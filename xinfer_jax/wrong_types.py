@@ -17,15 +17,19 @@ def is_of_transformers(value: object) -> bool:
 
 def not_a_config(value: object) -> InputError:
     """The error of a value in place of a `ModelConfig`."""
-    remedy = "from_hf(config.to_dict())" if is_of_transformers(value) else "model.config"
+    remedy = "ModelConfig.from_hf(config.to_dict())" if is_of_transformers(value) else "model.config"
     got = type(value).__name__
     return InputError(f"config must be a ModelConfig, as model.config is, got {got}: give {remedy}")
 
 
 def not_a_config_file(value: object) -> InputError:
     """The error of a value in place of the object of a config.json."""
-    remedy = "from_hf(config.to_dict())" if is_of_transformers(value) else "the dict that json.load returns"
-    return InputError(f"from_hf takes config.json's object, got {_shown(value)}: give {remedy}")
+    remedy = (
+        "ModelConfig.from_hf(config.to_dict())"
+        if is_of_transformers(value)
+        else "the dict that json.load returns"
+    )
+    return InputError(f"ModelConfig.from_hf takes config.json's object, got {_shown(value)}: give {remedy}")
 
 
 def not_a_generation_config(value: object) -> InputError:

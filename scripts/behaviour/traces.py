@@ -101,7 +101,14 @@ class Trace:
         while not all(request.ended for request in self.requests):
             self.step()
         self.engine.close()
-        names = "tokens", "finish_reason", "token_versions", "adapter_versions", "logprobs", "processed"
+        names = (
+            "tokens",
+            "finish_reason",
+            "token_versions",
+            "adapter_versions",
+            "logprobs",
+            "processed_logprobs",
+        )
         record = {f"step {i}": step for i, step in enumerate(self.steps)}
         for i, request in enumerate(self.requests):
             answers = [

@@ -33,7 +33,7 @@ except ImportError:
         routed_experts_prompt_start=0, beam_size=None,
     )  # fmt: skip
 
-_REASONS = dict(eos="stop", stop="stop", length="length", deadline="length", aborted="cancelled")
+_REASONS = dict(stop="stop", length="length", abort="cancelled", error="error")
 
 
 class EngineSampler:

@@ -202,7 +202,7 @@ def same_outcome(first: tuple, complete: tuple) -> bool:
     if isinstance(out, str):
         return out == expected
     for j, reason in enumerate(out.finish_reason):
-        count = len(out.logprobs[j]) if reason in ("cancelled", "deadline") else None
+        count = len(out.logprobs[j]) if out.stop_reason[j] in ("cancelled", "deadline") else None
         same_tokens = out.tokens[j] == expected.tokens[j][:count]
         same_logprobs = out.logprobs[j] == expected.logprobs[j][:count]
         if not (same_tokens and same_logprobs):

@@ -62,13 +62,17 @@ def test_the_remedies_work():
     ],
 )
 def test_a_config_of_transformers_is_named(model, call):
-    message = r"config must be a ModelConfig, .* got Qwen2Config: give from_hf\(config\.to_dict\(\)\)"
+    message = (
+        r"config must be a ModelConfig, .* got Qwen2Config: give ModelConfig.from_hf\(config\.to_dict\(\)\)"
+    )
     with pytest.raises(xj.InputError, match=message):
         call(model)
 
 
 def test_a_config_in_place_of_its_mapping():
-    with pytest.raises(xj.InputError, match=r"got Qwen2Config: give from_hf\(config\.to_dict\(\)\)"):
+    with pytest.raises(
+        xj.InputError, match=r"got Qwen2Config: give ModelConfig.from_hf\(config\.to_dict\(\)\)"
+    ):
         xj.ModelConfig.from_hf(CONFIG)
     with pytest.raises(xj.InputError, match="got 'config.json': give the dict that json.load returns"):
         xj.ModelConfig.from_hf("config.json")
@@ -106,7 +110,7 @@ def test_the_objects_of_transformers_themselves(model):
     transformers = pytest.importorskip("transformers")
     with pytest.raises(xj.InputError, match="got GenerationConfig: give"):
         xj.generate_text(model, "a", transformers.GenerationConfig())
-    with pytest.raises(xj.InputError, match="got Qwen2Config: give from_hf"):
+    with pytest.raises(xj.InputError, match="got Qwen2Config: give ModelConfig.from_hf"):
         xj.init_cache(transformers.Qwen2Config(), 1, 8)
     settings = xj.SamplingConfig.from_hf(transformers.GenerationConfig(do_sample=True, top_p=0.8).to_dict())
     assert (settings.temperature, settings.top_k, settings.top_p) == (1.0, 50, 0.8)

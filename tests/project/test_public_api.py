@@ -152,6 +152,11 @@ def test_old_names_of_arguments_and_results_work_and_warn(model):
     assert caught[0].filename == __file__ and options == xj.GenerateOptions(max_tokens=7)
     with pytest.warns(DeprecationWarning, match="GenerateOptions.max_new_tokens is now max_tokens"):
         assert options.max_new_tokens == 7
+    with pytest.warns(DeprecationWarning):
+        assert dataclasses.replace(options, max_new_tokens=3).max_tokens == 3
+    with pytest.warns(DeprecationWarning, match=r"EngineOptions\(routes=\) is now routed_experts="):
+        with pytest.raises(InputError, match="routed_experts are of mixtures"):
+            xj.Engine(model, routes=True)
     out = xj.run_model(model.params, model.config, TOKENS)
     with pytest.warns(DeprecationWarning, match="ModelOutput.routes is now routed_experts"):
         assert out.routes is None

@@ -203,7 +203,7 @@ def test_weights_of_a_directory_and_of_a_stream(several, model, tmp_path):
 
 
 def test_pauses_of_several_engines(several):
-    for mode, reasons in (("keep", {"length"}), ("wait", {"length"}), ("abort", {"aborted"})):
+    for mode, reasons in (("keep", {"length"}), ("wait", {"length"}), ("abort", {"abort"})):
         requests = [several.submit(prompt(60 + i, 20), options(300)) for i in range(6)]
         next(iter(requests[0]))
         several.pause(mode)

@@ -202,13 +202,8 @@ class LocalEngine(EngineLoop):
 
     @without_mesh_context
     def follow(self) -> bool:
-        """If the model lies on devices of several processes, all but process 0 call this: it repeats the
-        device calls of process 0's engine. It returns False once that is closed, and True where process 0
-        calls `update`: call `update` here too, with this process's part of the weights, then this again. If
-        process 0 gives a directory, this process reads it here, and does not return.
-        """
         if not self.follower:
-            raise InputError("there is nobody to follow: only processes beside process 0 follow it")
+            return super().follow()
         while updates := self.follower.run():
             self._take_params()
             if self.follower.directory is None:

@@ -451,6 +451,14 @@ class Engine:
         """When its last step ended, by time.monotonic()."""
         return min(engine.last_step_time for engine in self.engines)
 
+    def follow(self) -> bool:
+        """If the model lies on devices of several processes, all but process 0 call this: it repeats the
+        device calls of process 0's engine. It returns False once that is closed, and True where process 0
+        calls `update`: call `update` here too, with this process's part of the weights, then this again. If
+        process 0 gives a directory, this process reads it here, and does not return.
+        """
+        raise InputError("there is nobody to follow: only processes other than process 0 follow it")
+
     def check_open(self) -> None:
         for engine in (*self.engines, self):
             if engine.error is not None:
