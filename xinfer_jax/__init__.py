@@ -41,7 +41,7 @@ import sys
 
 from .lazy_names import lazy_names
 
-_find, __dir__, __all__ = lazy_names(__name__, __file__)
+_find, _names, __all__ = lazy_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
@@ -53,6 +53,10 @@ def __getattr__(name: str) -> object:
     from .old_names import moved_name
 
     return moved_name(sys.modules[__name__], name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*_names(), "__version__"})
 
 
 def _version() -> str:

@@ -35,6 +35,6 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callab
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places, "__version__"} - {"lazy_names"})
+        return sorted({*vars(sys.modules[package]), *places} - {"lazy_names"})
 
     return find, names, sorted(places)

@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from .errors import InputError, format_value
@@ -42,7 +43,11 @@ def moved_name(package: Any, name: str) -> Any:
     if name not in MOVED:
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
     _warn(f"xj.{name}", f"xj.{MOVED[name]}", 3)
-    return functools.reduce(getattr, MOVED[name].split("."), package)
+    first, *rest = MOVED[name].split(".")
+    found = (
+        getattr(package, first) if first in package.__all__ else import_module(f".{first}", package.__name__)
+    )
+    return functools.reduce(getattr, rest, found)
 
 
 def _renamed(owner: str, names: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:

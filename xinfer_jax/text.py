@@ -296,8 +296,13 @@ def _generate_until_stop(
 
 
 def _detokenizer(model: Model, options: GenerateOptions, row: int) -> AnswerDetokenizer:
-    min_tokens = min_tokens_of_row(options.sampling, row)
-    return AnswerDetokenizer(_tokenizer(model), options.stop_strings, min_tokens=min_tokens)
+    eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    return AnswerDetokenizer(
+        _tokenizer(model),
+        options.stop_strings,
+        min_tokens=min_tokens_of_row(options.sampling, row),
+        end_ids=(*eos, *options.stop_token_ids),
+    )
 
 
 def _tokenizer(model: Model) -> Tokenizer:

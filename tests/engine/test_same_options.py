@@ -32,7 +32,7 @@ def engine(model, vectors):
         rows=2,
         capacity=128,
         processors=dict(push=(PUSH, none_V), double=(DOUBLE, 1.0)),
-        taps=dict(calm={1: vectors[0], 2: vectors[1]}, loud={3: vectors[1]}),
+        taps=dict(one={1: vectors[0]}, calm={1: vectors[0], 2: vectors[1]}, loud={3: vectors[1]}),
     )
     yield engine
     engine.close()
@@ -88,11 +88,15 @@ def test_what_the_engine_does_not_hold_is_an_error(model, engine, vectors):
         (dict(processors=[(PUSH, pushed(model, 2))]), "for 1 row"),
         (dict(processors=[PUSH]), "must be a list of .LogitsProcessor, arguments of the rows."),
         (dict(taps={1: edit}), "the tap of layer 1 is not of Tap.steer"),
-        (dict(taps={1: xj.Tap.steer(vectors[0])}), "holds calm, loud, and none with the vector of layer 1"),
+        (
+            dict(taps={1: xj.Tap.steer(vectors[0], [1.0])}),
+            "tap layer 1: the factor must be a number up to 1e6",
+        ),
+        (dict(taps={1: xj.Tap.steer(vectors[1])}), "holds one, calm, loud, and none .* of layer 1"),
         (dict(taps={3: xj.Tap.steer(vectors[0])}), "none with the vector of layer 3"),
         (
             dict(taps={1: xj.Tap.steer(vectors[0], 1.0), 2: xj.Tap.steer(vectors[1], 2.0)}),
-            "none with the vector of layer 1",
+            "none with the vector of layer 2",
         ),
     ):
         with pytest.raises(InputError, match=message):

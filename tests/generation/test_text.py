@@ -210,3 +210,20 @@ def test_incomplete_characters_are_decoded_a_bounded_number_of_times(model, monk
     special = IncrementalDetokenizer(tokenizer)
     assert not "".join(map(special.push, list(tokenizer.eos_token_ids[:1]) * 500)) + special.finish()
     assert decoded[0] < 300 * len(ids)
+
+
+def test_an_end_id_has_no_text(model):
+    """Also one that is no special token, in all functions of text; `tokens` has it."""
+    tokenizer = model.tokenizer
+    whole = xj.generate(model.params, model.config, [xj.encode_prompt(model, QUESTION)]).tokens[0]
+    end = whole[3]
+    want = tokenizer.decode(whole[: whole.index(end)])
+    for options in (dict(stop_token_ids=[end]), dict(eos_token_ids=[end])):
+        options = xj.GenerateOptions(max_tokens=20, **options)
+        stream = xj.stream_text(model, QUESTION, options)
+        assert "".join(stream) == xj.generate_text(model, QUESTION, options) == want
+        never = dataclasses.replace(options, stop_strings=["never"])
+        assert xj.generate_text(model, QUESTION, never) == want
+        out = stream.output
+        assert out.tokens[0][-1] == end and out.finish_reason == ["stop"]
+        assert out.stop_reason == [end if options.stop_token_ids else None]

@@ -185,6 +185,13 @@ def test_the_old_order_of_arguments_is_an_error(call, order, tmp_path):
             call(path, *order.split(", ")[:-1])
 
 
+def test_an_old_name_works_first(tmp_path):
+    """In a process that has used no other."""
+    program = "import xinfer_jax as xj; print(xj.plugin('processor', 'xtc').__name__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "xtc\n" and "xj.plugin is now" in done.stderr
+
+
 def test_the_overview_fits_a_screen_and_names_everything():
     text = inspect.getdoc(xj)
     assert len(text.splitlines()) <= 60

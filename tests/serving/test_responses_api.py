@@ -12,6 +12,7 @@ pytest.importorskip("prometheus_client")
 import serving
 
 import xinfer_jax as xj
+from xinfer_jax.engine.answers import Answer
 from xinfer_jax.serve import chunks
 
 pytestmark = pytest.mark.oldest
@@ -155,6 +156,21 @@ def test_a_failed_answer_is_a_failed_response(server, monkeypatch):
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
     assert last["response"]["error"] == dict(code="server_error", message="the logits are not finite")
     assert server.idle()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_aborted_answer_is_a_failed_response(server, monkeypatch, streams):
+    """As by a pause of the engine."""
+    append = Answer.append
+
+    def abort(self, *args):
+        append(self, *args)
+        self.end("aborted")
+        return True
+
+    monkeypatch.setattr(Answer, "append", abort)
+    response = events(server)[-1]["response"] if streams else ask(server)
+    assert response["status"] == "failed" and "send the request again" in response["error"]["message"]
 
 
 def test_a_disconnect_frees_the_slot(server):

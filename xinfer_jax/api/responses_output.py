@@ -13,7 +13,7 @@ _DEFAULTS: dict[str, Any] = dict(
     instructions=None, max_output_tokens=None, metadata={}, parallel_tool_calls=True, reasoning=None,
     text=dict(format=dict(type="text")), tool_choice="auto", tools=[], top_logprobs=0,
 )  # fmt: skip
-_REPEATED_IF_GIVEN = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls")
+_REPEATED_IF_GIVEN = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 
 
 class OutputItems:

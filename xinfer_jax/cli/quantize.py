@@ -122,7 +122,7 @@ def _sampled_texts(model: Model, count: int, seed: int) -> list[str]:
     options = GenerateOptions(max_tokens=length, sampling=SamplingConfig(temperature=1.0), eos_token_ids=ends)
     with status(f"sampling {count} texts"):
         out = generate(model.params, model.config, [start] * count, options, key=jax.random.key(seed))
-    return [model.tokenizer.decode(ids) for ids in out.tokens]
+    return [model.tokenizer.decode(out.text_ids(row)) for row in range(count)]
 
 
 def _chunks(model: Model, texts: list[str], max_tokens: int | None = None) -> list[list[int]]:

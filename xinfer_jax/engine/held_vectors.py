@@ -58,17 +58,21 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         if isinstance(given, Mapping) and any(isinstance(tap, Tap) for tap in given.values()):
             given = self._by_name(given)
         for name, factor in self.check_request(given, "factors").items():
-            number = number_array(factor)
-            if number is None or number.ndim or not abs(number) <= 1e6:
-                raise InputError(
-                    f"tap {name!r}: the factor must be a number up to 1e6, got {format_value(factor)}"
-                )
+            self._checked_factor(repr(name), factor)
         factors = tuple(float(given.get(name, 0.0)) for name in self)
         return factors if any(factors) else ()
 
+    @staticmethod
+    def _checked_factor(name: str, factor: Any) -> float:
+        """Returns a factor. Raises InputError for what is no number up to 1e6; name: of its tap."""
+        number = number_array(factor)
+        if number is None or number.ndim or not abs(number) <= 1e6:
+            raise InputError(f"tap {name}: the factor must be a number up to 1e6, got {format_value(factor)}")
+        return float(number)
+
     def _by_name(self, taps: Mapping[Any, Any]) -> dict[str, Any]:
         """The factors by name for taps by layer. Raises InputError for taps of other vectors or kinds."""
-        left: dict[Any, tuple[np.ndarray, Any]] = {}
+        left: dict[Any, tuple[np.ndarray, float]] = {}
         for place, tap in taps.items():
             layer = place[0] if isinstance(place, tuple) and place[1:] == ("layer",) else place
             if not isinstance(tap, Tap) or tap.edit is not add_vector or tap.read:
@@ -76,12 +80,13 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
                     f"taps of a request: the tap of layer {place} is not of Tap.steer: a request can only add"
                     " vectors, so use generate or run_model"
                 )
-            left[layer] = np.asarray(tap.args[0], np.float32), tap.args[1]
+            vector, factor = tap.args
+            left[layer] = np.asarray(vector, np.float32), self._checked_factor(f"layer {layer}", factor)
         factors: dict[str, Any] = {}
-        for name, by_layer in self.items():
+        for name, by_layer in sorted(self.items(), key=lambda item: -len(item[1])):
             found = [left.get(layer) for layer in by_layer]
             pairs = [pair for pair in found if pair is not None]
-            same = len(pairs) == len(found) and len({float(factor) for _, factor in pairs}) == 1
+            same = len(pairs) == len(found) and len({factor for _, factor in pairs}) == 1
             if same and all(
                 np.array_equal(pair[0], np.asarray(vector, np.float32))
                 for pair, vector in zip(pairs, by_layer.values(), strict=True)

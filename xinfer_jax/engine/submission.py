@@ -217,6 +217,8 @@ class Engine:
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         if cls is not Engine:
             return super().__new__(cls)
+        if len(args) > 2:  # (model, data_parallel, options), as `Engines` had them in version 0.1
+            raise InputError("an engine takes a model and options: give the rest by name, as data_parallel=2")
         options = settings.get("options", args[1] if len(args) > 1 else None)
         count = settings.get("data_parallel", getattr(options, "data_parallel", 1))
         return super().__new__(cast(Any, cls._one if count == 1 else cls._several))
@@ -263,6 +265,8 @@ class Engine:
             """Returns a size: an attribute of the shape."""
             if name == "shape" or name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if not hasattr(self.shape, name):
+                raise AttributeError(f"an engine has no attribute {name!r}")
             return getattr(self.shape, name)
 
     @property

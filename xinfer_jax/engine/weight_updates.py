@@ -68,7 +68,8 @@ class WeightUpdates:
                 a stream (an iterator, `dict.items()`, or a list): pairs of a name and an array, by the
                 published names that `params_to_tensors` gives, in any order.
                 An engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
-                heads that it repeats and rows that pad its vocabulary may be missing.
+                heads that it repeats and rows that pad its vocabulary may be missing. (A stream of a family
+                whose queries, keys and values are one tensor has these key heads repeated.)
             version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they

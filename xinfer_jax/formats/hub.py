@@ -68,6 +68,12 @@ class HubOptions:
             )
 
     @property
+    def _folder(self) -> str:
+        """The subfolder in its plain form, as names on the hub have it; "": the root."""
+        folder = PurePosixPath(self.subfolder).as_posix()
+        return "" if folder == "." else folder
+
+    @property
     def is_default(self) -> bool:
         """Whether nothing says where in a repository the files are."""
         return self.revision is None and not self.subfolder
@@ -87,7 +93,7 @@ class HubOptions:
         """
         import huggingface_hub  # here, since its import is slow
 
-        prefix = f"{glob.escape(self.subfolder.strip('/'))}/" if self.subfolder else ""
+        prefix = f"{glob.escape(self._folder)}/" if self._folder else ""
         path = huggingface_hub.snapshot_download(
             name,
             revision=self.revision,
@@ -102,7 +108,7 @@ class HubOptions:
         import huggingface_hub
 
         names = huggingface_hub.list_repo_files(name, revision=self.revision, token=self.token)
-        prefix = f"{self.subfolder.strip('/')}/" if self.subfolder else ""
+        prefix = f"{self._folder}/" if self._folder else ""
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 

@@ -67,6 +67,10 @@ class TensorStream:
         if name != _TENSOR:
             raise InputError(f"a trainer sent {format_value(name)} in place of a tensor: use one version")
         tensor, dtype, shape = args
+        if dtype not in _FLOATS:
+            raise InputError(
+                f"{format_value(tensor)} has dtype {format_value(dtype)}: send {', '.join(_FLOATS)}"
+            )
         array = np.empty(shape, _FLOATS[dtype])
         buffer = array.reshape(-1).view(np.uint8)
         filled = 0

@@ -1,4 +1,4 @@
-"""Runs the requests of admins: one at a time, in a thread."""
+"""Runs the requests of admins: one at a time of each queue, in a thread."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,14 +10,13 @@ from ..errors import format_value
 from .request_body import receive_body
 from .service import Service
 
-_ADMINS = "admins"  # the client of their jobs
-
 
 async def run_admin_job(
     service: Service,
     request: HTTPRequest,
     work: Callable[[dict[str, Any]], Any],
     fields: Collection[str] | None = None,
+    queue: str = "admins",
 ) -> Any:
     """Returns the result of the work. It gets the body, whose fields are checked.
 
@@ -26,6 +25,7 @@ async def run_admin_job(
         request: of an admin.
         work: runs in a thread, while requests of clients go on.
         fields: that the body may have; None: there is no body, and the work gets {}.
+        queue: jobs of one queue run one after another. A job that must not wait for long ones has its own.
 
     Raises:
         APIError: the service cannot answer now, or the body is no JSON object.
@@ -43,7 +43,7 @@ async def run_admin_job(
             return work(body)
 
         # One at a time, of all admins: a job may take seconds, in which other bodies go on.
-        return await service.workers.run(_ADMINS, False, run)
+        return await service.workers.run(queue, False, run)
     finally:
         reservation.release()
 

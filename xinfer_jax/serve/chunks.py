@@ -112,7 +112,10 @@ class ChoiceStream:
         if self._parsed.logprobs is not None:
             choice["logprobs"] = format_logprobs(self._texts, self._parsed, entries)
         if self._parsed.return_token_ids:
-            choice["token_ids"] = new + self.answer.tokens[len(self.answer.text_ids) :] if ended else new
+            last = (
+                self.answer.tokens[len(self.answer.text_ids) :] if ended and self._parsed.max_tokens else []
+            )
+            choice["token_ids"] = new + last
         if ended:
             choice["weight_versions"] = distinct(self.answer.token_versions)
         return choice

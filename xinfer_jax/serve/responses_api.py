@@ -20,6 +20,8 @@ from ..generation.options import GenerateOutput
 from ..tokenization.tokenizer import Tokenizer
 from .json_encoding import join_json, object_to_json, objects_to_json, to_json
 
+_ABORTED = "the answer was ended by a pause or an update of the server: send the request again"
+
 
 class ResponsesAnswer:
     """The answer to one request."""
@@ -66,6 +68,7 @@ class ResponsesAnswer:
         yield of_response("created")
         yield of_response("in_progress")
         is_cut = False
+        is_aborted = False
         try:
             async for chunk in chunks:
                 if chunk is None:
@@ -75,13 +78,17 @@ class ResponsesAnswer:
                 entries = choice.get("logprobs", {}).get("content", [])
                 events = self._items.push(choice["delta"], entries)
                 if reason := choice["finish_reason"]:
+                    is_aborted = reason == "abort"
                     is_cut = reason == "length"
-                    events += self._items.finish(is_cut)
+                    events += self._items.finish(is_cut or is_aborted)
                 for event in numbered(events):
                     yield event
             usage = await count_usage(lambda: self._usage(chat_usage()))
         except Exception as error:  # of the engine: the status has been sent, so it becomes an event
             yield of_response("failed", **failed_fields(format_message(error) or type(error).__name__))
+            return
+        if is_aborted:
+            yield of_response("failed", **failed_fields(_ABORTED), usage=usage)
             return
         changed = ended_fields(is_cut, int(time.time()), usage)
         yield of_response(changed["status"], **changed)
@@ -99,10 +106,14 @@ class ResponsesAnswer:
         if parsed.logprobs is not None:
             texts = TokenTextDecoder(self._tokenizer, parsed.request_options.skip_special_tokens)
             entries = format_logprobs(texts, parsed, tokens)["content"]
+        is_aborted = choice["finish_reason"] == "abort"
         is_cut = choice["finish_reason"] == "length"
         self._items.push(choice["message"], entries)
-        self._items.finish(is_cut)
-        fields = self._fields | ended_fields(is_cut, int(time.time()), self._usage(chat_usage))
+        self._items.finish(is_cut or is_aborted)
+        ended = ended_fields(is_cut, int(time.time()), self._usage(chat_usage))
+        if is_aborted:
+            ended = failed_fields(_ABORTED) | dict(usage=ended["usage"])
+        fields = self._fields | ended
         del fields["output"]
         return object_to_json(fields, output=join_json(map(_item_to_json, self._items.items)))
 

@@ -19,6 +19,7 @@ from .served_paths import directory_below
 from .service import Service
 
 _UPDATE_FIELDS = ("path", "weight_version", "mode")  # of update_info
+_PAUSING = "admins who pause"  # they do not wait for an update that reads
 
 
 class RolloutEndpoints:
@@ -36,11 +37,12 @@ class RolloutEndpoints:
             modes = ", ".join(PAUSE_MODES)
             why = f"{name}={format_value(value)} is unknown: the query is mode, which is one of {modes}"
             raise APIError(400, why, name)
-        return await self._respond(request, lambda _: self._pause(mode))
+        queue = "admins who wait" if mode == "wait" else _PAUSING
+        return await self._respond(request, lambda _: self._pause(mode), queue=queue)
 
     async def resume(self, request: HTTPRequest) -> Response:
         """Ends a pause."""
-        return await self._respond(request, lambda _: self._resume())
+        return await self._respond(request, lambda _: self._resume(), queue=_PAUSING)
 
     async def is_paused(self, request: HTTPRequest) -> Response:
         """Says whether the engine is paused."""
@@ -57,12 +59,16 @@ class RolloutEndpoints:
         return await self._respond(request, self._update, ["update_info"])
 
     async def _respond(
-        self, request: HTTPRequest, work: Any, fields: Iterable[str] | None = None
+        self,
+        request: HTTPRequest,
+        work: Any,
+        fields: Iterable[str] | None = None,
+        queue: str = "admins",
     ) -> Response:
         if self._engine is not None and not self._has_own_engines:
             raise APIError(404, "engines in other processes (--peers) are not paused, and keep their weights")
         return JSONResponse(
-            await run_admin_job(self._service, request, work, None if fields is None else [*fields])
+            await run_admin_job(self._service, request, work, None if fields is None else [*fields], queue)
         )
 
     @property
