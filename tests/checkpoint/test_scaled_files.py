@@ -288,7 +288,7 @@ def test_others_are_not_saved_in_their_format(tmp_path, name, hf):
 
 @pytest.mark.full
 def test_quantize_writes_compressed_tensors(tmp_path):
-    done = run_script.run(
+    done = run_script.command(
         "quantize", f"--output={tmp_path}/w4", "--method=rtn", "--format=compressed-tensors"
     )
     assert done.returncode == 0, done.stderr

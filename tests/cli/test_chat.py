@@ -38,7 +38,7 @@ def test_a_chat_prefills_only_new_turns(run_chat):
     assert code == 0 and [line for line in lines if line == ANSWER] == [ANSWER] * 5
     assert lines[0] == lines[-2] == ANSWER, "after /reset the first question has its first answer"
     costs = [
-        re.match(r"\[prefilled (\d+) of (\d+) tokens in \d+ ms, generated \d+ .*, eos\]", line)
+        re.match(r"\[prefilled (\d+) of (\d+) tokens in \d+ ms, generated \d+ .*, stop\]", line)
         for line in lines
     ]
     prefilled, total = zip(*(map(int, cost.groups()) for cost in costs if cost), strict=True)

@@ -45,7 +45,7 @@ def answer_file(command: str, flags: Any, shard: tuple[int, int] | None) -> int:
             model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
             starting=_engine_starts(stop),
-            data_parallel=flags.data_parallel, escape_control_tokens=flags.escape_control_tokens,
+            escape_control_tokens=flags.escape_control_tokens,
             model_names=(flags.served_model_name,) if flags.served_model_name else None, **engine,
         )  # fmt: skip
     status.log(*_format_report(report))
