@@ -78,7 +78,7 @@ def load_transformers(precision: str, checkpoint: str) -> Generate:
             times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        more: dict[str, Any] = dict(do_sample=False, stopping_criteria=[note], max_tokens=new)
+        more: dict[str, Any] = dict(do_sample=False, stopping_criteria=[note], max_new_tokens=new)
         model.generate(ids, attention_mask=torch.ones_like(ids), **more)
         return times
 

@@ -205,7 +205,7 @@ FIELDS = dict(
     " n_predict n_probs parse_tool_calls preserved_tokens reasoning_budget_tokens reasoning_format"
     " repeat_last_n repeat_penalty samplers t_max_predict_ms top_n_sigma typical_p xtc_probability"
     " xtc_threshold",
-    tgi="adapter_id do_sample grammar guideline max_tokens return_full_text tool_prompt top_n_tokens"
+    tgi="adapter_id do_sample grammar guideline max_new_tokens return_full_text tool_prompt top_n_tokens"
     " truncate watermark",
     lm_studio="draft_model repeat_penalty ttl",
 )

@@ -113,9 +113,9 @@ def test_ctrl_c_stops_an_answer_then_the_chat(environment, good):  # noqa: F811
     session.type(f"{QUESTION} " * 4)  # longer than what was compiled at the start
     session.until("prefilling the prompt")
     session.process.send_signal(signal.SIGINT)
-    assert re.fullmatch(rb"> .+\n", output.readline()) and output.readline().endswith(b", stop]\n")
+    assert re.fullmatch(rb"> .+\n", output.readline()) and output.readline().endswith(b", abort]\n")
     session.type(QUESTION)
-    assert output.readline() == f"> {ANSWER}\n".encode() and output.readline().endswith(b", eos]\n")
+    assert output.readline() == f"> {ANSWER}\n".encode() and output.readline().endswith(b", stop]\n")
     assert output.read(2) == b"> "
     code, out, err = session.interrupted()
     assert (code, out) == (130, "") and "Traceback" not in err

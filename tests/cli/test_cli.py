@@ -124,10 +124,10 @@ def test_beam_search_flags(command, ask, good):
     wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), **options)
     found = answer["sequences"]
     assert [row["tokens"] for row in found] == wanted.sequences[0] and found[0]["text"] == ANSWER
-    assert [row["score"] for row in found] == wanted.scores and answer["prompt_tokens"] > 32
+    assert [row["score"] for row in found] == wanted.scores[0] and answer["prompt_tokens"] > 32
     code, out, err = command(f"--model={good}", ASK, *flags)
     best, *costs = err.splitlines()
-    assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}")
+    assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0][0]:.3f}")
     assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
     for line, pattern in zip(costs, STATISTICS, strict=True):
         assert re.fullmatch(pattern.removesuffix(r" \[(stop|length)\]"), line), line

@@ -252,18 +252,20 @@ def test_bad_arguments_of_beam_search_raise(model, arguments, message):
 def hf_beam_search(
     model, ids: list[int], eos: tuple[int, ...], **options
 ) -> tuple[list[list[int]], np.ndarray]:
-    """Sequences without EOS, and scores, of one prompt."""
+    """Sequences with their EOS, and scores, of one prompt. options: by our names."""
     import torch
 
+    names = dict(max_tokens="max_new_tokens", min_tokens="min_new_tokens")
+    options = {names.get(name, name): value for name, value in options.items()}
     out = model.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         eos_token_id=list(eos) or None,
         output_scores=True, return_dict_in_generate=True, **dict(do_sample=False) | options,
     )  # fmt: skip
-    rows = [
-        list(itertools.takewhile(lambda token: token not in eos, row))
-        for row in out.sequences[:, len(ids) :].tolist()
-    ]
+    rows = []
+    for row in out.sequences[:, len(ids) :].tolist():
+        ends = [i for i, token in enumerate(row) if token in eos]
+        rows.append(row[: ends[0] + 1] if ends else row)
     return rows, out.sequences_scores.numpy()
 
 

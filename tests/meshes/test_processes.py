@@ -472,7 +472,7 @@ address, number, source, target = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(number))
 mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 model = xj.load_model(source, "float32", mesh=mesh)
-xj.save_model(target + "/out", model.params, model.config, tokenizer=model.tokenizer, max_shard_bytes=50_000)
+xj.save_model(model.params, model.config, target + "/out", tokenizer=model.tokenizer, max_shard_bytes=50_000)
 
 
 def no_space(*args, **options):
@@ -481,7 +481,7 @@ def no_space(*args, **options):
 
 tensor_files.open = no_space
 try:
-    xj.save_model(target + "/full", model.params, model.config)
+    xj.save_model(model.params, model.config, target + "/full")
 except xj.InputError as error:
     print(error)
 """

@@ -535,7 +535,7 @@ def hf_greedy(
     _forget_length(model)
     out = model.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False,
-        max_tokens=max_tokens,
+        max_new_tokens=max_tokens,
         output_scores=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     best = torch.stack(out.scores)[:, 0].topk(2).values
