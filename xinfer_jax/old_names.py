@@ -129,14 +129,18 @@ def add_old_names(owner: type, **names: str) -> None:
         setattr(owner, old, OldAttribute(new, old))
 
 
-def check_order(call: str, first: Any) -> None:
-    """Raises InputError if the first argument is a path, as in version 0.1.
+def check_order(call: str, first: Any, path: Any) -> None:
+    """Raises InputError if the first argument is a path, as in version 0.1, or what should be one is none.
 
     Args:
         call: the call in today's order.
         first: the first argument.
+        path: the argument that is a path.
     """
     if isinstance(first, str | os.PathLike):
-        raise InputError(
-            f"{call} is the order of the arguments since version 0.2: got {format_value(first)} first"
-        )
+        got = f"{format_value(first)} first"
+    elif not isinstance(path, str | os.PathLike):
+        got = f"{format_value(path)} as the path"
+    else:
+        return
+    raise InputError(f"{call} is the order of the arguments since version 0.2: got {got}")

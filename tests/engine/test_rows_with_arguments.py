@@ -343,13 +343,12 @@ PRESENCE_AS, NOISE_AS = (f"arguments of the processor '{x}' must be as" for x in
     ("named", "message"),
     [
         (dict(taps=dict(other=1)), "no tap is called 'other': the engine has calm, loud"),
-        (dict(taps={0: xj.Tap()}), "no tap is called 0: the engine has calm, loud"),
+        (dict(taps={0: xj.Tap()}), "the tap of layer 0 is not of Tap.steer"),
         (dict(taps=3), "taps of a request must be factors by name of the engine's, got 3"),
         (dict(taps=dict(calm=np.nan)), "tap 'calm': the factor must be a number up to 1e6, got nan"),
         (dict(taps=dict(calm="x")), "tap 'calm': the factor must be a number up to 1e6, got 'x'"),
         (dict(adapter="x"), "no adapter is called 'x': the engine has a, b, c"),
         (dict(processors=dict(other=1)), "no processor is called 'other': the engine has noise, presence"),
-        (dict(processors=[(PRESENCE, 1.0)]), "processors of a request must be arguments by name"),
         (
             dict(processors=dict(presence="x")),
             f"{PRESENCE_AS} array.0., dtype=float32.*got 'x'",

@@ -88,10 +88,6 @@ def test_what_the_engine_does_not_hold_is_an_error(model, engine, vectors):
         (dict(processors=[(PUSH, pushed(model, 2))]), "for 1 row"),
         (dict(processors=[PUSH]), "must be a list of .LogitsProcessor, arguments of the rows."),
         (dict(taps={1: edit}), "the tap of layer 1 is not of Tap.steer"),
-        (
-            dict(taps={1: xj.Tap.steer(vectors[0], [1.0])}),
-            "tap layer 1: the factor must be a number up to 1e6",
-        ),
         (dict(taps={1: xj.Tap.steer(vectors[1])}), "holds one, calm, loud, and none .* of layer 1"),
         (dict(taps={3: xj.Tap.steer(vectors[0])}), "none with the vector of layer 3"),
         (
@@ -101,6 +97,14 @@ def test_what_the_engine_does_not_hold_is_an_error(model, engine, vectors):
     ):
         with pytest.raises(InputError, match=message):
             engine.submit([5, 6], xj.GenerateOptions(max_tokens=2, **options))
+    for bad, message in (
+        (lambda: xj.Tap.steer(vectors), "the vector of Tap.steer must be an array .D. of numbers"),
+        (lambda: xj.Tap.steer(vectors[0], [1.0]), "the factor of Tap.steer must be a number, got .1.0."),
+        (lambda: xj.Tap.steer(vectors[0][:3]), "has 3 numbers, and the model's states 128"),
+    ):
+        with pytest.raises(InputError, match=message):
+            options = xj.GenerateOptions(max_tokens=2, taps={1: bad()})
+            xj.generate(model.params, model.config, [[5]], options)
     with pytest.raises(InputError, match="for 3 rows"):
         engine.generate(PROMPTS, xj.GenerateOptions(max_tokens=2, processors=[(PUSH, pushed(model, 2))]))
     assert jnp.isfinite(engine.generate([[5]], xj.GenerateOptions(max_tokens=1))[0].logprobs[0][0])

@@ -105,7 +105,7 @@ def test_stops_at_the_same_eos():
     options = xj.GenerateOptions(max_tokens=cases.NEW_TOKENS, sampling=settings, eos_token_ids=eos)
     out = xj.generate(params, config, prompts * 2, options)
     for i, (prompt, n) in enumerate(zip(prompts * 2, fewest, strict=True)):
-        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos, min_tokens=n or None)
+        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos, min_new_tokens=n or None)
         wanted = until_near_tie(expected, gaps)
         wanted = wanted[:-1] if wanted[-1] in eos else wanted
         assert out.tokens[i][: len(wanted)] == wanted and len(wanted) > (3 if n else 0)

@@ -183,6 +183,8 @@ def test_the_old_order_of_arguments_is_an_error(call, order, tmp_path):
     for path in ("directory", tmp_path):
         with pytest.raises(InputError, match=re.escape(f"{call.__name__}({order}) is the order")):
             call(path, *order.split(", ")[:-1])
+    with pytest.raises(InputError, match="got 3 as the path"):
+        call({}, {}, *order.split(", ")[2:-1], 3)
 
 
 def test_an_old_name_works_first(tmp_path):

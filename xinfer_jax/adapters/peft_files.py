@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from ..annotations import Dtype
-from ..config.model_config import ModelConfig
+from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
 from ..formats.files import file_exists, read_json
@@ -183,7 +183,10 @@ def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, bas
     Raises:
         InputError: the directory exists or cannot be written; the adapter does not fit the config.
     """
-    check_order("save_adapter(adapter, config, path)", adapter)
+    check_order("save_adapter(adapter, config, path)", adapter, path)
+    if not isinstance(adapter, Adapter):
+        raise InputError(f"adapter must be an Adapter, as init_adapter returns, got {format_value(adapter)}")
+    check_config(config)
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path} exists: give another directory")

@@ -16,7 +16,7 @@ from ..config.unsupported import check_causal
 from ..errors import ContextLengthError, InputError, ShortRepr
 from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
-from ..old_names import renamed_arguments
+from ..old_names import OldAttribute, renamed_arguments
 from .contiguous import Contiguous
 from .layer_cache import LayerCache
 from .stored_kv import Stored, resolve_cache_dtype
@@ -47,6 +47,7 @@ class KVCache(ShortRepr):
     reached_B: jax.Array | None
     longest_B: jax.Array | None = dataclasses.field(default=None, repr=False)
     routed_experts: "RoutePages | None" = dataclasses.field(default=None, repr=False)
+    routes = OldAttribute("routed_experts")
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:

@@ -12,8 +12,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from ..config.model_config import ModelConfig
-from ..errors import InputError
+from ..config.model_config import ModelConfig, check_config
+from ..errors import InputError, format_value
 from ..modes import in_default_modes
 from ..old_names import check_order
 from ..weights.params import Params
@@ -32,7 +32,9 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
     Raises:
         InputError: the file cannot be written; another model computed the prefix.
     """
-    check_order("save_prefix(params, config, prefix, path)", params)
+    check_order("save_prefix(params, config, prefix, path)", params, path)
+    if not isinstance(prefix, Prefix):
+        raise InputError(f"prefix must be the out.prefix of a call, got {format_value(prefix)}")
     prefix.check(params, config)
     if prefix.factors not in _factors(config):
         raise InputError(
@@ -66,7 +68,8 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
         InputError: the file does not exist, is damaged, is of an older version or another model, or exceeds
             the capacity.
     """
-    check_order("load_prefix(params, config, path)", params)
+    check_order("load_prefix(params, config, path)", params, path)
+    check_config(config)
     if capacity is not None and not _are_integers([capacity], 1, config.context_length):
         raise InputError(
             "capacity must be a whole number from 1 to the model's context limit"

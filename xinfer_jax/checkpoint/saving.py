@@ -86,7 +86,7 @@ def save_model(
         InputError: the parameters do not fit the config, or the config not `like`; matrices that the format
             cannot have, by name; `path` exists, or cannot be written.
     """
-    check_order("save_model(params, config, path)", params)
+    check_order("save_model(params, config, path)", params, path)
     check_params(params, config)
     if not isinstance(tokenizer, Tokenizer | None):
         raise InputError(

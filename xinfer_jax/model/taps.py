@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..checks import check_integer
+from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
@@ -43,7 +43,15 @@ class Tap:
         Args:
             vector: float [D].
             factor: a number; other numbers compile nothing.
+
+        Raises:
+            InputError: the vector is no array [D] of numbers, or the factor is no number.
         """
+        for name, value, ndim in (("vector", vector, 1), ("factor", factor, 0)):
+            array = number_array(value)
+            if array is None or array.ndim != ndim:
+                what = "an array [D] of numbers" if ndim else "a number"
+                raise InputError(f"the {name} of Tap.steer must be {what}, got {format_value(value)}")
         return cls((vector, factor), add_vector)
 
     def __post_init__(self) -> None:
@@ -55,6 +63,8 @@ class Tap:
 def add_vector(hidden_BTD: jax.Array, args: Any) -> jax.Array:
     """`Tap.steer`, in the precision in which an engine adds its vectors."""
     vector_D, factor = args
+    if (D := hidden_BTD.shape[-1]) != len(vector_D):
+        raise InputError(f"the vector of Tap.steer has {len(vector_D)} numbers, and the model's states {D}")
     added_D = jnp.asarray(vector_D, jnp.float32) * jnp.asarray(factor, jnp.float32)
     return hidden_BTD + added_D.astype(hidden_BTD.dtype)
 

@@ -30,6 +30,7 @@ class RolloutEndpoints:
 
     async def pause(self, request: HTTPRequest) -> Response:
         """Pauses the engine: ?mode=abort (as without it), wait or keep."""
+        _check_without_body(request)
         query = dict(request.query_params)
         mode = query.pop("mode", "abort")
         if query or mode not in PAUSE_MODES:
@@ -42,6 +43,7 @@ class RolloutEndpoints:
 
     async def resume(self, request: HTTPRequest) -> Response:
         """Ends a pause."""
+        _check_without_body(request)
         return await self._respond(request, lambda _: self._resume(), queue=_PAUSING)
 
     async def is_paused(self, request: HTTPRequest) -> Response:
@@ -123,6 +125,14 @@ class RolloutEndpoints:
         engine.update(path, version=version, mode=mode)
         self._service.log(f"the engine has the weights of {path.name}, version {engine.version}")
         return dict(message="Weights updated", weight_version=engine.version)
+
+
+def _check_without_body(request: HTTPRequest) -> None:
+    """Raises APIError for a body, or a field of the query that is given twice."""
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    names = [name for name, _ in request.query_params.multi_items()]
+    if has_body or len({*names}) < len(names):
+        raise APIError(400, "the request has no body, and its mode once in the query, as /pause?mode=keep")
 
 
 def _files(path: Path) -> list[Path]:
