@@ -215,7 +215,9 @@ async def show(sampler):
     tokens_1T = np.array([[*first.prompt_token_ids, *first.token_ids]])
     support_1TW = np.pad(first.metadata["support"], ((len(first.prompt_token_ids), 0), (0, 0)))[None]
     model = sampler.engine.model
-    scores_1T = xj.score(model.params, model.config, tokens_1T, temperature=0.7, support=support_1TW)
+    scores_1T = xj.score(
+        model.params, model.config, tokens_1T, temperature=0.7, support=support_1TW
+    ).logprobs_BT
     apart = np.abs(scores_1T[0, -len(first.token_ids) :] - first.logprobs).max()
     print(f"log-probabilities apart by {apart:.1e}")
     weights = jax.tree.map(lambda x: 0.9 * x, model.params)

@@ -129,7 +129,7 @@ def test_a_stream_has_output_after_it_has_ended(model):
     assert stream.output.finish_reason == ["length", "length"]
     unread = xj.stream(model.params, model.config, PROMPTS[:2], options_of(), key=jax.random.key(0))
     unread.stop()
-    assert unread.output.tokens == [[], []] and unread.output.finish_reason == ["stop", "stop"]
+    assert unread.output.tokens == [[], []] and unread.output.finish_reason == ["abort", "abort"]
 
 
 def test_a_stream_raises_its_error_again(model, monkeypatch):

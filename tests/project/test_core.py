@@ -148,7 +148,7 @@ def profile(frame, event, argument):
 
 
 sys.setprofile(profile)
-options = xj.GenerateOptions(3, eos_token_ids=(1,), impl="xla")
+options = xj.GenerateOptions(max_tokens=3, eos_token_ids=(1,), impl="xla")
 xj.generate(params, config, [[3, 4, 5]], options)
 sys.setprofile(None)
 print(json.dumps(sorted(found)))

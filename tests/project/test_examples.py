@@ -135,7 +135,7 @@ def speculative_decoding(out):
 
 
 def stop_a_stream(out):
-    assert out == "The capital of\nstop after 3 tokens\n"
+    assert out == "The capital of\nabort after 3 tokens\n"
 
 
 def trees_of_others(out):

@@ -97,7 +97,7 @@ def log_probabilities(
 def _score(model: Model, tokens_BT: np.ndarray, num_tokens_B: np.ndarray, cache_dtype: str | None) -> Any:
     """Log-probabilities [B, T-1] of each token except the first of each row."""
     if cache_dtype is None:
-        return score(model.params, model.config, tokens_BT, num_tokens_B)
+        return score(model.params, model.config, tokens_BT, num_tokens_B).logprobs_BT
     rows, capacity = tokens_BT.shape
     cache = init_cache(model.config, rows, capacity, cache_dtype)
     return _score_through(cache, model.params, model.config, tokens_BT, num_tokens_B)
