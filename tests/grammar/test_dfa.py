@@ -125,7 +125,7 @@ def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
         want = xj.generate(model.params, config, PROMPTS, given, key=KEYS).tokens
         found = np.asarray(run(model.params, temperature, dfas))
         assert [[i for i in row[: len(ids)]] for row, ids in zip(found, want, strict=True)] == want
-        assert all(row[len(ids)] in eos for row, ids in zip(found[:2], want, strict=False))
+        assert all(row[len(ids) - 1] in eos for row, ids in zip(found[:2], want, strict=False))
         assert re.fullmatch(PATTERN, texts(model, want)[0], re.ASCII) and texts(model, want)[1] in TEXTS
     stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), dfas[1])
     both = jax.vmap(lambda temperature, dfa: run(model.params, temperature, dfa))(

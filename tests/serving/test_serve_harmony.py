@@ -102,7 +102,7 @@ def test_text_keeps_the_control_tokens(server, model):
     text = "".join(harmony_models.CALL[:-1])
     assert choice["text"] == text
     request = server.engine.submit(QUESTION, xj.GenerateOptions(max_tokens=60))
-    assert "".join(request.text()) == text == model.tokenizer.decode(request.result().tokens[0])
+    assert "".join(request.text()) == text == model.tokenizer.decode(request.result().text_ids(0))
     assert xj.tools.parse_tool_calls(text).to_message()["tool_calls"][0]["function"]["name"] == "add"
 
 

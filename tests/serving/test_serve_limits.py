@@ -23,7 +23,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax import reranking
 from xinfer_jax.api.bodies import parse_request_body
-from xinfer_jax.serve import service as service_module, text_endpoints
+from xinfer_jax.serve import checked_body, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
 from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
@@ -224,14 +224,14 @@ def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
     entered = threading.Event()
     gone = threading.Event()
     submitted = []
-    read = service_module.parse_request_body
+    read = checked_body.parse_request_body
 
     def slow(*args, **more):
         entered.set()
         gone.wait(120)
         return read(*args, **more)
 
-    monkeypatch.setattr(service_module, "parse_request_body", slow)
+    monkeypatch.setattr(checked_body, "parse_request_body", slow)
     submit = server.engine.submit_many
     monkeypatch.setattr(server.engine, "submit_many", lambda *a, **m: submitted.append(1) or submit(*a, **m))
     connections = []
@@ -248,7 +248,7 @@ def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
         time.sleep(0.01)
     assert not server.service.in_flight.total()
     gone.set()
-    monkeypatch.setattr(service_module, "parse_request_body", read)
+    monkeypatch.setattr(checked_body, "parse_request_body", read)
     assert ask(server, prompt=[5], max_tokens=1)[0] == 200
     assert submitted == [1] and server.idle()
 

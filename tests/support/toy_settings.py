@@ -61,7 +61,7 @@ def raises(message, call, *args, **options):
     try:
         call(*args, **options)
     except ValueError as error:
-        assert re.match(message, str(error)), error
+        assert re.search(message, str(error)), error
     else:
         raise AssertionError(message)
 

@@ -10,6 +10,7 @@ import jax
 
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
+from ..modes import default_modes
 from ..sampling.random_keys import key_from_seed
 from .loading import Model
 
@@ -31,4 +32,7 @@ def options_of_model(model: Model, options: Any) -> GenerateOptions:
 
 def key_or_default(key: jax.Array | None) -> jax.Array:
     """Returns the key; for None `jax.random.key(0)`, which commands use without --seed."""
-    return key_from_seed(0) if key is None else key
+    if key is not None:
+        return key
+    with default_modes():
+        return key_from_seed(0)
