@@ -268,7 +268,7 @@ def test_a_row_with_nan_fails_alone():
         (dict(options=dict(use_cache=False)), "an engine has pages"),
         (dict(options=dict(keep_prefix=True)), "an engine shares pages itself"),
         (dict(options=dict(logits=True)), "use generate, or logprobs"),
-        (dict(options=dict(taps={0: xj.Tap()})), "no tap is called 0: the engine has none"),
+        (dict(options=dict(taps={0: xj.Tap()})), "the tap of layer 0 is not of Tap.steer"),
         (dict(options=dict(processors=dict(a=1))), "no processor is called .a.: the engine has none"),
         (dict(options=dict(logprobs=21)), "logprobs: an engine takes 20 at most, got 21"),
         (dict(options=dict(stop_token_ids=[*range(25)])), "stop_token_ids: an engine takes 16 at most"),
