@@ -7,7 +7,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax import InputError
 
-pytestmark = [pytest.mark.oldest]
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # quick tests have one form of each
 
 PUSH = xj.LogitsProcessor(None, lambda by_BV, logits_BV, context: logits_BV + by_BV)
 DOUBLE = xj.LogitsProcessor(None, lambda by_B, logits_BV, context: logits_BV * by_B[:, None], last=True)
