@@ -42,7 +42,6 @@ class Progress(NamedTuple):
     logprobs: Sequence[float] = ()
     processed_logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
-    text_ids: int = 0  # number of its ids without an EOS or stop id
     reason: str | None = None  # `Answer.ended_by`; None: it goes on
     hits: int = 0
     passes: int = 0
@@ -63,7 +62,7 @@ class Answer:
 
     Attributes:
         tokens: all ids that were sampled so far, with the EOS or stop id that ended them.
-        text_ids: the same without that id.
+        text_ids: the same without that id. `num_text_ids` is their number.
         logprobs: the model's log-probability of each token.
         processed_logprobs: those after the logits processors, if its request asks for them.
         alternatives: with options.logprobs: of each token.
@@ -79,7 +78,6 @@ class Answer:
 
     def __init__(self, request: "Request", row: Row, number: int):
         self.tokens: list[int] = []
-        self.text_ids: list[int] = []
         self.logprobs: list[float] = []
         self.processed_logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
@@ -100,6 +98,16 @@ class Answer:
     def has_begun(self) -> bool:
         """Whether it has keys, or had some."""
         return bool(self.switches or self.row.num_computed)
+
+    @property
+    def num_text_ids(self) -> int:
+        """How many of `tokens` have text: all, or all but the EOS or stop id that ended them."""
+        count = len(self.tokens)
+        return count - (count > 0 and self.tokens[count - 1] in self.request.call.end_ids)
+
+    @property
+    def text_ids(self) -> list[int]:
+        return self.tokens[: self.num_text_ids]
 
     @property
     def token_versions(self) -> list[int]:
@@ -191,8 +199,6 @@ class Answer:
         self.alternatives += alternatives[:count]
         self.support_rows += support[:count]
         self.logprobs += logprobs[:count]
-        ends_with_id = finished and self.stop_string is None
-        self.text_ids += ids[: count - ends_with_id]
         self.tokens += ids[:count]
         if self.stop_string is not None:
             return self._check_end("stop string")
@@ -239,7 +245,7 @@ class Answer:
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         return Progress(
             start, self.tokens[start:], self.logprobs[start:], self.processed_logprobs[start:],
-            self.alternatives[start:], len(self.text_ids), self.ended_by, self.row.hits, self.passes,
+            self.alternatives[start:], self.ended_by, self.row.hits, self.passes,
             self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
             self.recorded_routes, request.error, self.stop_string, self.support_rows[start:],
         )  # fmt: skip
@@ -264,7 +270,6 @@ class Answer:
         self.logprobs += new.logprobs[known:]
         self.tokens += new.sampled[known:]
         self.stop_string = new.stop_string
-        self.text_ids += self.tokens[len(self.text_ids) : new.text_ids]
         self.row.record_elsewhere(len(self.row.ids) + len(self.logprobs), new.hits)
 
     def continue_from(self, first: "Answer") -> None:

@@ -47,7 +47,7 @@ class ChoiceStream:
     def has_update(self) -> bool:
         """Whether `next_choice` may return something. This check is much faster."""
         answer = self.answer
-        return not self.ended and (answer.ended_by is not None or len(answer.text_ids) > self._num_tokens)
+        return not self.ended and (answer.ended_by is not None or answer.num_text_ids > self._num_tokens)
 
     @property
     def num_sampled(self) -> int:
@@ -63,9 +63,10 @@ class ChoiceStream:
         parsed = self._parsed
         # Read before the tokens: the engine's thread may append tokens, then end the answer.
         over = answer.ended_by is not None
-        new = answer.text_ids[self._num_tokens : self._num_tokens + _SLICE]
+        most = answer.num_text_ids
+        new = answer.tokens[self._num_tokens : min(self._num_tokens + _SLICE, most)]
         self._num_tokens += len(new)
-        sent_all = over and self._num_tokens >= len(answer.text_ids)
+        sent_all = over and self._num_tokens >= most
         new = new if parsed.max_tokens else []
         text = ""
         if self._echo is None:
@@ -112,10 +113,8 @@ class ChoiceStream:
         if self._parsed.logprobs is not None:
             choice["logprobs"] = format_logprobs(self._texts, self._parsed, entries)
         if self._parsed.return_token_ids:
-            last = (
-                self.answer.tokens[len(self.answer.text_ids) :] if ended and self._parsed.max_tokens else []
-            )
-            choice["token_ids"] = new + last
+            is_last = ended and self._parsed.max_tokens
+            choice["token_ids"] = new + (self.answer.tokens[self._num_tokens :] if is_last else [])
         if ended:
             choice["weight_versions"] = distinct(self.answer.token_versions)
         return choice
