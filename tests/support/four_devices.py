@@ -315,7 +315,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
 def test_a_server_over_two_engines(model):
     pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
     serving = pytest.importorskip("serving")
-    how = dict(engine=xj.EngineOptions(**SHAPE), data_parallel=2, admin_keys=(b"admin",))
+    how = dict(engine=xj.EngineOptions(**SHAPE, data_parallel=2), admin_keys=(b"admin",))
     with serving.run_server(model, **how) as server:
         first, second = server.engine.engines
         for path in ("/pause?mode=keep", "/resume"):

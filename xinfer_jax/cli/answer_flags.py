@@ -88,7 +88,6 @@ def define_cache_dtype(parser: FlagParser, dtypes: Iterable[str]) -> None:
 def define_engine(parser: FlagParser) -> None:
     """Flags of the size of an engine, for commands that have one."""
     parser.group = "engine"
-    parser.add_integer("data_parallel", "Number of engines, each on its own devices.", default=1, least=1)
     syntax = "numbers, as 0 or 0,1: an engine on each; 0+1: a mesh"
     parser.add_text("prefill_devices", f"Devices that prefill prompts: {syntax}.", "give numbers of devices")
     parser.add_text("decode_devices", "The same, of the devices that decode.", "give numbers of devices")

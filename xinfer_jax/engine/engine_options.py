@@ -87,7 +87,7 @@ class EngineOptions:
     """
 
     rows: int = _option(8, least=1)
-    data_parallel: int = _option(1, flag=False, recorded=False, least=1)
+    data_parallel: int = _option(1, recorded=False, least=1)
     capacity: int | None = _option(None, least=2)
     pages: int | None = _option(None, recorded=False, least=2)
     chunk: int = _option(256, least=64)

@@ -26,7 +26,6 @@ class ServerSettings:
     escape: bool  # control tokens in the text of messages
     log_prompts: bool
     engine: EngineOptions
-    data_parallel: int = 1
     max_waiting_tokens: int = 2**22
     max_waiting_tokens_per_client: int = 2**19
     max_body_bytes: int = 2**22

@@ -78,9 +78,7 @@ class Service:
         self.tokenizer = model.tokenizer
         self.defaults = options_of_model(model, defaults)
         settings = self.settings
-        self.engine = (
-            engine or Engine(model, settings.engine, data_parallel=settings.data_parallel).__enter__()
-        )
+        self.engine = engine or Engine(model, settings.engine).__enter__()
         self.admission.rows = self.engine.rows
         self.grammars = GrammarPool(self.tokenizer, model.config.vocab_size)
         self.metrics.watch(self.engine)
