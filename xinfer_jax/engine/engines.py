@@ -8,16 +8,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
-import jax
-
 from ..checkpoint.loading import Model
 from ..errors import InputError
-from ..generation.options import GenerateOptions, GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
-from ..text import Prompt
 from .engine import LocalEngine, given_options
 from .engine_options import EngineOptions, EngineSettings
-from .request_options import ManyRequestFields, RequestOptions
 from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import Engine as Engine
@@ -71,18 +66,8 @@ class ParallelEngine(Engine):
     def forget_prompts(self) -> None:
         self._router.given.clear()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt | Sequence[int]],
-        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
-        request_options: RequestOptions | None = None,
-        *,
-        key: jax.Array | None = None,
-        **fields: Unpack[ManyRequestFields],
-    ) -> list[GenerateOutput]:
-        """`Engine.generate`, by all engines."""
+    def _start_all(self) -> None:
         self.__enter__()
-        return super().generate(prompts, options, request_options, key=key, **fields)
 
     def __enter__(self) -> Self:
         with self._lock:

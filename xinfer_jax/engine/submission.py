@@ -383,6 +383,7 @@ class Engine:
         """Answers of many prompts in their order, equal to those of `xj.generate` with the same key and the
         same sampling settings. Other arguments are as of `submit_many`.
         """
+        self._start_all()
         fields.setdefault("live", False)
         requests = self.submit_many(prompts, options, request_options, keys=key, **fields)
         try:
@@ -428,6 +429,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether it can answer: no engine has failed or was closed."""
         return all(engine.error is None for engine in (*self.engines, self))
+
+    def _start_all(self) -> None:
+        """Starts the threads that `generate` needs. Several engines need one each; the steps of a single
+        engine are taken by the caller's thread.
+        """
 
     def __enter__(self) -> Self:
         """Starts a thread that takes the steps."""
