@@ -46,13 +46,6 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
         is_valid, form = forms[kind]
         if (value := settings.get(name)) is not None and not is_valid(value):
             raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
-    for setting in SETTINGS.values():
-        value = settings.get(setting.hf or "")
-        if value is not None and setting.valid and not setting.valid[0](value):
-            form = setting.valid[1]
-            raise InputError(
-                f"generation_config.json: {setting.hf} must be {form}, got {format_value(value)}"
-            )
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,6 +59,13 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
                 " ignore that file (--nogeneration_config), give sampling=SamplingConfig(), or remove the"
                 " setting"
             )
+    found = ((setting, generation_config.get(setting.hf)) for setting in SETTINGS.values() if setting.hf)
+    given = [(setting, value) for setting, value in found if value is not None]
+    for setting, value in given:
+        if setting.valid and not setting.valid[0](value):
+            form = setting.valid[1]
+            raise InputError(
+                f"generation_config.json: {setting.hf} must be {form}, got {format_value(value)}"
+            )
     sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}
-    given = {s.name: generation_config.get(s.hf) for s in SETTINGS.values() if s.hf}
-    return sampled | {name: value for name, value in given.items() if value not in (None, [])}
+    return sampled | {setting.name: value for setting, value in given if value != []}
