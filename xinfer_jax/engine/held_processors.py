@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_sequence
-from ..errors import InputError, format_names, format_value
+from ..errors import InputError, format_value
 from ..generation.state import DecodeState, append_token
 from ..model.caller_functions import function_name
 from ..sampling.caller_processors import Callers, LogitsProcessor, check_pair, guarded
@@ -59,9 +59,8 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
             processor, arguments = pair
             same = [name for name, (held, _) in self.items() if held == processor and name not in given]
             if not same:
-                has = f"holds {format_names(self, 8)}" if self else "holds none"
                 raise InputError(
-                    f"processors of a request: the engine {has}, and none that applies"
+                    f"processors of a request: the engine {self.in_words}, and none that applies"
                     f" {function_name(processor.apply)}: make the engine with"
                     " processors={name: (processor, arguments)}"
                 )

@@ -51,6 +51,11 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
             raise InputError(f"no {self.noun} is called {format_value(name)}: the engine {known}")
         return held[name]
 
+    @property
+    def in_words(self) -> str:
+        """Says what the engine holds: the end of a sentence."""
+        return f"holds {format_names(self, 8)}" if self else "holds none"
+
     def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
         """Returns the values that a request gives by name. Raises InputError where a name is unknown."""
         what = f"{self.noun}s of a request must be {values} by name of the engine's"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..checks import check_integer, is_traced, number_array
-from ..errors import InputError, format_names, format_value
+from ..errors import InputError, format_value
 from ..model.taps import Tap, add_vector
 from ..weights.params import Params, activation_dtype
 from .held_table import HeldTable
@@ -84,20 +84,19 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
             left[layer] = np.asarray(vector, np.float32), self._checked_factor(f"layer {layer}", factor)
         factors: dict[str, Any] = {}
         for name, by_layer in sorted(self.items(), key=lambda item: -len(item[1])):
-            found = [left.get(layer) for layer in by_layer]
-            pairs = [pair for pair in found if pair is not None]
-            same = len(pairs) == len(found) and len({factor for _, factor in pairs}) == 1
-            if same and all(
-                np.array_equal(pair[0], np.asarray(vector, np.float32))
-                for pair, vector in zip(pairs, by_layer.values(), strict=True)
-            ):
-                factors[name] = pairs[0][1]
+            if not by_layer.keys() <= left.keys():
+                continue
+            same = (
+                np.array_equal(left[layer][0], np.asarray(x, np.float32)) for layer, x in by_layer.items()
+            )
+            (factor, *others) = {left[layer][1] for layer in by_layer} or {0.0}
+            if all(same) and not others:
+                factors[name] = factor
                 left = {layer: pair for layer, pair in left.items() if layer not in by_layer}
         if left:
-            has = f"holds {format_names(self, 8)}" if self else "holds none"
             raise InputError(
-                f"taps of a request: the engine {has}, and none with the vector of layer {next(iter(left))}:"
-                " make it with taps={name: {layer: vector}}"
+                f"taps of a request: the engine {self.in_words}, and none with the vector of layer"
+                f" {next(iter(left))}: make it with taps={{name: {{layer: vector}}}}"
             )
         return factors
 
