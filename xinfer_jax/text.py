@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, overload
 import jax
 
 from .checkpoint.loading import Model
-from .checkpoint.model_defaults import key_or_default, options_of_model
+from .checkpoint.model_defaults import end_ids, key_or_default, options_of_model
 from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import generate
@@ -296,12 +296,11 @@ def _generate_until_stop(
 
 
 def _detokenizer(model: Model, options: GenerateOptions, row: int) -> AnswerDetokenizer:
-    eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     return AnswerDetokenizer(
         _tokenizer(model),
         options.stop_strings,
         min_tokens=min_tokens_of_row(options.sampling, row),
-        end_ids=(*eos, *options.stop_token_ids),
+        end_ids=end_ids(model, options),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ..checkpoint.loading import Model
-from ..checkpoint.model_defaults import options_of_model
+from ..checkpoint.model_defaults import end_ids, options_of_model
 from ..config.model_config import ModelConfig
 from ..engine.engine_device import MAX_STOP_IDS
 from ..engine.request_options import RequestOptions
@@ -277,9 +277,8 @@ def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool)
     most = options.max_tokens
     if given and least > most:
         raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")
-    eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     with errors_of("min_tokens"):
-        check_min_tokens(options.sampling, (*eos, *options.stop_token_ids))  # type: ignore[arg-type]
+        check_min_tokens(options.sampling, end_ids(model, options))  # type: ignore[arg-type]
 
 
 def _longest_with(config: ModelConfig, prompt: int) -> int:

@@ -4,7 +4,7 @@
 - `sharded_leaves` splits a leaf over a mesh, and `leaf_loader` reads it.
 - `embedding_modules` reads how vectors are made of hidden states.
 - `loading` has `load_model`, and `saving` has `save_model`.
-- `model_defaults` fills in the sampling settings and the key that a caller does not give.
+- `model_defaults` fills in the sampling settings, the key and the EOS ids that a caller does not give.
 - `config_difference` compares the config of a checkpoint with that of a model, and `new_leaves` reads new
   weights of a model that runs leaf by leaf.
 

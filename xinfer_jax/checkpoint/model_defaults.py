@@ -36,3 +36,9 @@ def key_or_default(key: jax.Array | None) -> jax.Array:
         return key
     with default_modes():
         return key_from_seed(0)
+
+
+def end_ids(model: Model, options: GenerateOptions) -> tuple[int, ...]:
+    """Returns the EOS ids of a call, which are the model's own if none are given, and then its stop ids."""
+    eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    return (*eos, *options.stop_token_ids)
