@@ -7,6 +7,7 @@ from starlette.requests import Request as HTTPRequest
 
 from ..api.fields import BodyError
 from ..errors import format_value
+from .http_responses import APIError
 from .request_body import receive_body
 from .service import Service
 
@@ -28,9 +29,12 @@ async def run_admin_job(
         queue: jobs of one queue run one after another. A job that must not wait for long ones has its own.
 
     Raises:
-        APIError: the service cannot answer now, or the body is no JSON object.
+        APIError: the service cannot answer now, the body is no JSON object, or there should be none.
         BodyError: the body has another field.
     """
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    if fields is None and has_body:
+        raise APIError(400, "this request has no body: a mode is part of the path, as in /pause?mode=keep")
     reservation = service.admit(request)
     try:
         data = []
