@@ -1,11 +1,11 @@
 """OpenAI request and response bodies, for prompt files and for the server.
 
-In the order to read: `other_servers` has fields of other servers; `fields` lists the known fields and reads
-them by type; `sampling_fields` reads those of sampling, `grammar_fields` those of grammars, `tool_fields`
-those of tools, `routed_experts` those of experts and `prompts` those of prompts; `bodies` parses a whole
-body; `responses` builds the response; `score_body` parses and answers the bodies that score given texts.
-`responses_request` makes a body of /v1/responses one of a chat, and `responses_output` makes the items of its
-output. `embedding_body` and `rerank_body` parse those of /v1/embeddings, /rerank and /score.
+In the order to read: `other_servers` has fields of other servers, and `fields` lists the known fields and
+reads them by type. Fields of one topic are in `sampling_fields`, `grammar_fields`, `tool_fields`,
+`routed_experts` and `prompts`. `bodies` parses a whole body, and `responses` builds the response.
+`responses_request` turns a body of /v1/responses into a body of a chat, and `responses_output` makes the
+items of its output. `score_body` parses and answers bodies that score given texts. `embedding_body` and
+`rerank_body` parse the bodies of /v1/embeddings, /rerank and /score.
 
 - The sampling fields, vLLM's and llama.cpp's additional ones included, mean what they mean in
   `SamplingConfig`; but `dry_sequence_breakers` are strings, by default llama.cpp's, each for all tokens whose

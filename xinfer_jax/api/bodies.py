@@ -106,14 +106,14 @@ def parse_request_body(
 
     Args:
         kind: as in `ParsedBody`.
-        body: the JSON object; null counts as absent.
-        defaults: for absent fields; without `sampling` the model's settings count. max_tokens is the
-            default of plain lines and the limit of chat's.
-        max_length: most tokens of a prompt and its answer together.
+        body: the JSON object. A field that is null counts as absent.
+        defaults: for absent fields. Without `defaults.sampling` the model's settings count. Its max_tokens is
+            the default of plain lines, and the limit of the default of chats.
+        max_length: the most tokens of a prompt and its answer together.
         escape: control tokens that messages spell stay ordinary text.
-        check: called before each prompt is encoded; it raises if nobody needs the body.
-        stop_in_reasoning: the default of the field of that name: stop strings of a chat count in the
-            reasoning too.
+        check: is called before each prompt is encoded, and raises if nobody needs the body.
+        stop_in_reasoning: the default of the field of that name. If it is True, stop strings of a chat count
+            in the reasoning too.
         plain: defaults of the fields `raw` and `system`.
     """
     defaults = options_of_model(model, defaults)

@@ -67,12 +67,13 @@ class Model:
 
     Attributes:
         params: the parameter tree: nested dicts and tuples of arrays or quantized leaves.
-        config: the model's shape and settings, with the checkpoint's EOS ids; static under `jit`.
-        tokenizer: converts text to ids and back; None: functions of text raise.
-        generation_config: generation_config.json, empty if there is none; `sampling_config` reads it.
-        load_stats: what loading cost.
-        name: the directory or hub name that it was loaded from, without a revision; "bundled"; or "": none.
-        embedding: how its checkpoint makes vectors of texts; None: it does not say.
+        config: the model's shape and settings, with the checkpoint's EOS ids. It is static under `jit`.
+        tokenizer: converts text to ids and back. If it is None, functions of text raise `InputError`.
+        generation_config: the contents of generation_config.json, or an empty dict. `sampling_config` reads
+            it.
+        load_stats: the time and the bytes of loading.
+        name: the directory or the hub name that it was loaded from, without a revision; "bundled"; or "".
+        embedding: how its checkpoint makes vectors of texts, or None if the checkpoint does not say.
 
     An InputError names all leaves that are missing, unknown or misshapen.
     """
@@ -165,35 +166,35 @@ def load_model(  # noqa: PLR0913  a public function
 
     Args:
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
-            name owner/name or owner/name@revision, or a GGUF file; None: the bundled checkpoint. Quantized
-            matrices stay as they are stored where a leaf has that form: GGUF, AWQ, GPTQ, AutoRound, BitNet,
-            MLX, MXFP4, whole numbers of compressed-tensors and bitsandbytes. Those in FP8, NVFP4, NF4 and FP4
-            become floats on every device, unless FP8 is asked for.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
-            of FP8, NVFP4, NF4 and FP4 bfloat16.
-        quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; "fp8": those
-            of a checkpoint in FP8 (E4M3; a scale for a matrix, an output, or 128 × 128 numbers) stay as they
-            are stored, and others of it, or whose blocks a mesh cuts, are as without quantize; None: they are
-            not.
-        mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
-            process reads only what its devices hold. Where it has more devices than the model has key/value
-            heads, the heads are repeated, also in the config.
-        activations: "int8" (with quantize): on a CPU activations are quantized to int8 too, one scale per
-            token; with int4 those of more than 3 or 4 tokens at a time. Prefill and batches are faster, and
-            less accurate. The inputs of weights are rotated in blocks (QuaRot) against outliers, and products
-            rotate their activations. None: activations keep 16 bits.
-        dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
-            says; those of GGUF files are also without it.
-        revision: of a repository on the hub: a branch, a tag or a commit, which pins the files; None: the
+            name such as "owner/name" or "owner/name@revision", or a GGUF file. None loads the bundled
+            checkpoint. Quantized matrices stay as they are stored if a leaf has that format: GGUF, AWQ, GPTQ,
+            AutoRound, BitNet, MLX, MXFP4, and whole numbers of compressed-tensors and bitsandbytes. Matrices
+            in FP8, NVFP4, NF4 and FP4 become floats on every device, unless you ask for FP8.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint has. None chooses float32 on a CPU and
+            bfloat16 on other devices. Matrices in FP8, NVFP4, NF4 and FP4 become bfloat16 then.
+        quantize: "int8" or "int4" quantizes the matrices while they are loaded, by rounding to nearest. With
+            "fp8" the matrices of a checkpoint in FP8 stay as they are stored (E4M3, with a scale for each
+            matrix, output, or 128 × 128 numbers). Other matrices, and matrices whose blocks a mesh cuts,
+            are read as without `quantize`. None quantizes nothing.
+        mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`). Each
+            process reads only the part that its devices hold. If the mesh has more devices than the model has
+            key/value heads, the heads are repeated, also in the config.
+        activations: "int8", together with `quantize`, also quantizes activations on a CPU, with one scale per
+            token. With int4 this is done for more than 3 or 4 tokens at a time. Prefill and batches are
+            faster then, and less accurate. Inputs of weights are rotated in blocks against outliers (QuaRot),
+            and products rotate their activations. None: activations keep 16 bits.
+        dequantize: True: matrices that would stay quantized become floats, or are quantized again as
+            `quantize` says. Matrices of GGUF files are quantized again without it too.
+        revision: a branch, a tag or a commit of a repository on the hub, which pins the files. None takes the
             default branch.
-        token: an access token of the hub; True: the token of `hf auth login`; False: no token; None: the
-            token of `hf auth login` or of the environment variable HF_TOKEN, if there is one.
-        subfolder: the folder of the repository or of the directory that has the files; "": its root.
-        local_files_only: True: take only files that were downloaded before, and do not ask the hub.
+        token: an access token of the hub. True takes the token of `hf auth login`, and False sends no token.
+            None takes the token of `hf auth login` or of the environment variable HF_TOKEN, if there is one.
+        subfolder: the folder of the repository, or of the directory, that has the files. "" is its root.
+        local_files_only: True takes only files that were downloaded before, and does not ask the hub.
 
     Raises:
-        InputError: files missing, unreadable or not fitting the config, every tensor at fault named; a
-            directory or a file with a revision; a checkpoint that cannot be downloaded.
+        InputError: files are missing, unreadable or do not fit the config (the message names every tensor at
+            fault); a directory or a file has a revision; a checkpoint cannot be downloaded.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     checkpoint = open_checkpoint(
