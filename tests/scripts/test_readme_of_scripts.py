@@ -1,5 +1,5 @@
-"""scripts/README.md lists every program. Commands of pages parse: of the measurements, of the parts that nobody
-has run, of the map and of the programs.
+"""scripts/README.md lists every program. Commands of pages parse: of measurements, of parts that nobody has
+run, of the map and of the programs.
 """
 
 import importlib
