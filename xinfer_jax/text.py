@@ -282,13 +282,16 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
     Generate with `GenerateOptions(logprobs=k)` to get k alternatives per token.
 
     Args:
-        model: the model with the tokenizer of the answer.
+        model: the model that generated the answer. Its tokenizer converts ids to text.
         out: the result of `generate` with `logprobs` above 0.
         row: the index of the answer in `out`.
 
     Returns:
         For each generated token, a list of `TokenText`: the token itself comes first, and its alternatives
         follow. Probabilities are before any logits processor.
+
+    Raises:
+        InputError: `out` has no alternatives, it has no such row, or the model has no tokenizer.
     """
     tokenizer = _tokenizer(model)
     if not isinstance(out, GenerateOutput) or out.alternatives is None:
