@@ -74,7 +74,7 @@ class DecodeState(ShortRepr):
         return self.progress.active_B
 
     def with_masks(self, masks_BQW: AnyArray) -> "DecodeState":
-        """Returns the state with masks of the tokens that each row may sample next (`Context.allowed_bits`)."""
+        """Returns the state with masks of the tokens that rows may sample next (`Context.allowed_bits`)."""
         return dataclasses.replace(self, context=dataclasses.replace(self.context, allowed_bits=masks_BQW))
 
 

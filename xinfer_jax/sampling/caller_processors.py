@@ -49,7 +49,10 @@ class LogitsProcessor:
     Pass it to `GenerateOptions(processors=…)` or to `decode_loop`. For example, this processor subtracts a
     number from the logits of tokens that the call has seen:
 
-        xj.LogitsProcessor(None, lambda amount_B, logits_BV, context: logits_BV - amount_B[:, None] * context.seen_BV)
+        def subtract(amount_B, logits_BV, context):
+            return logits_BV - amount_B[:, None] * context.seen_BV
+
+        processor = xj.LogitsProcessor(None, subtract)
 
     The result of `apply` is used by these rules:
 
