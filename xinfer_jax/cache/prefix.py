@@ -66,7 +66,7 @@ class Prefix:
         return np.where(can_truncate(self.cache, shared_B), shared_B, 0)[: len(prompts)]
 
     def check_call(self, prompts: _Rows, capacity: int | None, dtype: str | None) -> None:
-        """Raises `InputError` if these prompts, or a cache of this capacity and dtype, do not fit the prefix."""
+        """Raises `InputError` if these prompts, or a cache of this capacity and dtype, do not fit."""
         self.shared(prompts)
         cache = self.cache
         if capacity not in (None, cache.capacity):
