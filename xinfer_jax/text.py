@@ -125,7 +125,7 @@ def generate_text(
         prompt: a text or a conversation, or a list of texts and conversations. A list of prompts is one
             batch, so all its rows are in memory at the same time. A list of messages is one conversation.
         options: the options of the call. None takes `GenerateOptions()`, which generates at most 128 tokens.
-            If `options.sampling` is None, the answer follows the model's generation_config.json, as in the
+            If `options.sampling` is None, the answer follows the model's generation_config.json, like the
             commands.
         key: the PRNG key of sampling: one key (prompt i of a list then uses `fold_in(key, i)`), or one key
             per prompt. None takes `jax.random.key(0)`, like commands without --seed, so the same call gives

@@ -124,7 +124,7 @@ def init_adapter(
 ) -> Adapter:
     """Returns a new LoRA adapter to train. It changes nothing yet, because b is zero.
 
-    `a` is random and uniform, as in PEFT.
+    `a` is random and uniform, like in PEFT.
 
     Args:
         config: the config of the model.

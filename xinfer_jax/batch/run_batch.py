@@ -54,7 +54,7 @@ class BatchReport(TypedDict):
         hits: the fraction of prompt tokens that the prefix cache had.
         preemptions: how often a row was preempted.
         finish_reasons: the number of answers with each finish_reason.
-        ttft_seconds, tpot_seconds: percentiles of latencies, as in `EngineStats`.
+        ttft_seconds, tpot_seconds: percentiles of latencies in seconds (see `EngineStats`).
     """
 
     answered: int
@@ -153,7 +153,7 @@ def generate_file(  # noqa: PLR0913  a public function
         engine: fields of `EngineOptions`, for example `rows=16`.
 
     Returns:
-        A `BatchReport` with counts, rates and times of this call, as in the command's --report.
+        A `BatchReport` with counts, rates and times of this call, which the command writes to --report.
 
     Raises:
         InputError: a file or an argument is invalid, or the disk is full. Finished lines stay in the output.

@@ -66,7 +66,7 @@ class LoadStats:
 class Model:
     """A model: parameters, config, tokenizer and defaults.
 
-    `load_model` returns a `Model`. You can also make one of your own arrays with `Model(params, config)`. The
+    `load_model` returns a `Model`. You can also make one from your arrays with `Model(params, config)`. The
     constructor raises `InputError` if leaves are missing, unknown or of a wrong shape, and the message names
     all of them.
 
@@ -78,7 +78,7 @@ class Model:
             it.
         load_stats: the time and the bytes of loading.
         name: the directory or the hub name of the checkpoint, without its revision. It is "bundled" for the
-            bundled checkpoint, and "" for a model of your own arrays.
+            bundled checkpoint, and "" for a model that you made from arrays.
         embedding: the way in which the checkpoint makes vectors of texts, for `embed_texts`. None: the
             checkpoint does not say.
     """

@@ -71,8 +71,8 @@ def save_model(
     call this in each of them. Process 0 writes the files.
 
     Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, MXFP4 or
-    W4A16. Matrices that this library quantized are written in a format of its own, which only this library
-    reads.
+    W4A16. Matrices that this library quantized are written in this library's own format, which only this
+    library reads.
 
     Example:
         >>> import tempfile
@@ -90,9 +90,9 @@ def save_model(
         tokenizer: a tokenizer whose files are written too. None writes no tokenizer.
         like: the path of a checkpoint with this config, for example the checkpoint that you fine-tuned. It
             may be a model that also takes images, and it may be `path` itself. Tensor names and config.json
-            are then written as in `like`. Tensors and small files that this library does not read are copied
-            from it. Key heads that a mesh repeated are written once. None writes the names and the
-            config.json of this library.
+            then follow `like`. Tensors and small files that this library does not read are copied from it.
+            Key heads that a mesh repeated are written once. None writes the names and the config.json of this
+            library.
         max_shard_bytes: the largest size of a file in bytes, unless a single tensor is larger.
         dtype: the dtype of written floats: float32, bfloat16 or float16. None keeps the dtype of each array.
         overwrite: True replaces a checkpoint that exists at `path`. While the new directory takes its place,

@@ -51,13 +51,13 @@ class ModelConfig:
             none.
         vocab_size_per_layer_input: the number of rows in the matrix of these embeddings.
         eos_token_ids: ids that end an answer. `load_model` sets them, and without it they are (). `==` does
-            not compare them, so functions of this library share their programs. If a function of yours reads
+            not compare them, so functions of this library share their programs. If your own function reads
             them under `jit`, it is compiled for each value, unless you pass the config by `static_argnums`,
             which compares with `==`.
         placeholder_ids: the ids of images and sound, with their names. No prompt may have them. `==` does not
             compare them.
-        quantization_config: the quantization_config of config.json, if matrices are stored quantized as in
-            its files. `==` does not compare it.
+        quantization_config: the quantization_config of config.json, if matrices keep the quantization of its
+            files. `==` does not compare it.
     """
 
     model_type: str

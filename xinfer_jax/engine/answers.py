@@ -72,7 +72,7 @@ class Answer:
         switches: the versions of the engine's parameters that computed the answer, for `Engine.replay`.
         ended_by: "eos", "stop" (an id), "stop string", "length", "cancelled", "deadline", "aborted" (by
             `Engine.update` or `Engine.pause`) or "error". None: the answer has not ended.
-        finish_reason, stop_reason: as in `GenerateOutput`. None: the answer has not ended.
+        finish_reason, stop_reason: see `GenerateOutput`. None: the answer has not ended.
     """
 
     routes = OldAttribute("routed_experts")
@@ -254,7 +254,7 @@ class Answer:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The id or the text that stopped the answer, as in `GenerateOutput`."""
+        """The id or the text that stopped the answer (see `GenerateOutput`)."""
         if self.ended_by == "stop":
             return self.tokens[-1]
         from_outside = self.ended_by in ("cancelled", "aborted", "deadline")

@@ -33,12 +33,14 @@ class SampleOutput(ShortRepr):
         versions_T: int32: the version of the weights that sampled each token (`Engine.update`).
         adapter_versions_T: int32: the version of the adapter that sampled each token
             (`Engine.update_adapter`). 0: the request has no adapter.
-        finish_reason, stop_reason: as in `GenerateOutput`.
+        finish_reason, stop_reason: see `GenerateOutput`.
         seed: the seed of the random draws. In an engine of this shape and these weights it gives the same
             bits.
-        alternatives: as in `GenerateOutput`, if `options.logprobs` asks for them. Otherwise None.
-        routed_experts: as in `Answer`, if `return_routed_experts` asks for them. Otherwise None.
-        support: as in `Answer`, if `return_support` asks for it. Otherwise None.
+        alternatives: see `GenerateOutput`. They are present if `options.logprobs` asks for them. Otherwise
+            None.
+        routed_experts: see `Answer`. They are present if `return_routed_experts` asks for them. Otherwise
+            None.
+        support: see `Answer`. It is present if `return_support` asks for it. Otherwise None.
         answer: the `Answer` behind the arrays, for `Engine.replay`. It is None after you copied or pickled
             the result.
     """
@@ -82,7 +84,7 @@ class AsyncSampling:
 
         It needs no tokenizer. If you cancel the task, its request ends.
 
-        If `options.sampling` is None, the answer follows the model's generation_config.json, as in every
+        If `options.sampling` is None, the answer follows the model's generation_config.json, like in every
         function of a model, so its top_k and top_p cut the distribution. If you train on log-probabilities of
         the whole distribution, pass `GenerateOptions(sampling=SamplingConfig(temperature=1.0))`.
 

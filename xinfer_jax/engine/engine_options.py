@@ -75,8 +75,8 @@ class EngineOptions:
         prefill_devices: the devices that prefill prompts, while other devices decode (disaggregated prefill).
             The list has numbers of local devices, or devices. If an entry is a list of devices, the model is
             sharded over them. Each entry has an engine of this shape. If the meshes on both sides are equal,
-            a request has the same bits as in one such engine. The engines that prefill have the prefix cache.
-            For requests with `share_answers`, pages that decoding wrote go back there.
+            a request has the same bits that one such engine gives. The engines that prefill have the prefix
+            cache. For requests with `share_answers`, pages that decoding wrote go back there.
         decode_devices: the devices that decode answers, in the form of `prefill_devices`.
         role: "prefill" or "decode": the part that this engine does for a `Dispatcher`.
         adapters: LoRA adapters that the engine has from the start: a dict from names to adapters, as

@@ -508,7 +508,7 @@ class Engine:
         raise NotImplementedError
 
     def step(self) -> bool:
-        """Takes one step on the caller's thread, for an engine that has no thread of its own.
+        """Takes one step on the caller's thread, for an engine without a thread.
 
         Returns:
             True if any request is unfinished.

@@ -174,7 +174,7 @@ def params_from_tensors(
         tensors: a mapping from names to float arrays, which may be sharded. For a model with images you can
             use the names of its text model, and its other tensors are left out.
         dtype: float32, bfloat16 or float16. None keeps the dtype of each tensor.
-        mesh: a mesh. The parameters are sharded over its axis "model", as by `shardings`. None leaves the
+        mesh: a mesh. The parameters are sharded over its axis "model" (see `shardings`). None leaves the
             arrays on their devices.
 
     Raises:

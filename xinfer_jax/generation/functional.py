@@ -166,8 +166,8 @@ def decode_step(
 ) -> tuple[jax.Array, KVCache]:
     """Appends one token per row to the KV cache, and returns the logits for the next token.
 
-    Use it if you write a decoding loop of your own. The call does not wait for the device, so it does not
-    check ids. A token beyond the capacity is dropped, and flagged in the cache's `overflow_B`.
+    Use it if you write your own decoding loop. The call does not wait for the device, so it does not check
+    ids. A token beyond the capacity is dropped, and flagged in the cache's `overflow_B`.
 
     Args:
         params, config: the parameter tree of the model, and its config.
@@ -284,10 +284,10 @@ def decode_loop(  # noqa: PLR0913  a public function
 
     Raises:
         InputError: an argument has a wrong shape, type or range, the cache belongs to another model, the
-            tokens may exceed the cache's capacity, a function of yours returns wrong shapes or dtypes, or
-            taps are invalid (see `prefill`). Reverse-mode differentiation through log-probabilities or the
-            cache also raises it. Under your `jit` only the shapes of traced values are checked. Tokens beyond
-            the capacity are then dropped, and flagged in `overflow_B`.
+            tokens may exceed the cache's capacity, your function returns wrong shapes or dtypes, or taps are
+            invalid (see `prefill`). Reverse-mode differentiation through log-probabilities or the cache also
+            raises it. Under your `jit` only the shapes of traced values are checked. Tokens beyond the
+            capacity are then dropped, and flagged in `overflow_B`.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

@@ -67,9 +67,9 @@ class GenerateOptions:
         logprobs: the number of alternatives to return for each token, before and after the logits processors.
             0 returns none.
         draft: the source of draft tokens for speculative decoding. It is a `Model` with the same vocabulary,
-            "lookup" (prompt lookup: the tokens that followed the same tokens earlier in the row), or a
-            function of yours that JAX can trace: `(history_BS, length_B, count) -> int32 [B, count]`. In the
-            function B is a power of two, and the last rows may be padding. None: no speculative decoding.
+            "lookup" (prompt lookup: the tokens that followed the same tokens earlier in the row), or your own
+            function that JAX can trace: `(history_BS, length_B, count) -> int32 [B, count]`. In the function
+            B is a power of two, and the last rows may be padding. None: no speculative decoding.
         draft_tokens: the number of draft tokens per step, 1 to 16. Fewer are used if fewer fit into the
             answer.
         prefix: the `out.prefix` of an earlier call. The part of each prompt that it covers is not prefilled

@@ -142,7 +142,7 @@ def regex(pattern: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: 
 
 
 def lark(grammar: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
-    """Returns a context-free grammar in llguidance's Lark syntax. Its first rule has the name `start`.
+    """Returns a context-free grammar in llguidance's Lark syntax. Its main rule has the name `start`.
 
     Args:
         grammar: the text of the grammar.

@@ -159,8 +159,8 @@ def run_model(  # noqa: PLR0913  a public function
         inputs_BTD: inputs of the first layer, in place of `embed_tokens(params, config, tokens_BT)`. Then
             only the shape of `tokens_BT` matters. None embeds the tokens.
         segment_ids_BT: int32, without a cache: ids of segments, for several texts in a row (packing). Each
-            text is a run of one id. A token sees only its segment, so each text has the same results as in a
-            row of its own. None: a row is one text.
+            text is a run of one id. A token sees only its segment, so each text has the results that it has
+            alone in a row. None: a row is one text.
         positions_BT: int32, without a cache: the positions of the tokens for RoPE. None counts from 0 in each
             segment.
         routed_experts: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a

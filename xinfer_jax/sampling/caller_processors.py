@@ -23,7 +23,7 @@ from .sampling_config import SettingsOfRows
 
 
 class SamplingContext(NamedTuple):
-    """The data that a function of yours gets about B rows when their next token is sampled.
+    """The data that your function gets about B rows when their next token is sampled.
 
     Attributes:
         key_B: PRNG keys of this position and function. No other draw uses them.

@@ -73,8 +73,8 @@ class SamplingConfig:
             all.
         forbidden_token_ids: these ids are never sampled. None: no ids are forbidden.
         bad_words_ids: sequences of ids whose last id is not sampled after the others: at most 64 sequences
-            with at most 8 ids each. A sequence of an EOS id alone has no effect, as in transformers. None: no
-            sequences are forbidden.
+            with at most 8 ids each. A sequence of an EOS id alone has no effect, like in transformers. None:
+            no sequences are forbidden.
     """
 
     temperature: PerRow = unset("temperature")

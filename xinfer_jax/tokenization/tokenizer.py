@@ -84,7 +84,7 @@ class Tokenizer:
 
         It reads tokenizer.json, and if they exist tokenizer_config.json, special_tokens_map.json,
         added_tokens.json, the chat templates, generation_config.json and config.json. Settings of
-        tokenizer_config.json change the ids as in transformers. A warning names the settings that are not
+        tokenizer_config.json change the ids like in transformers. A warning names the settings that are not
         followed.
 
         Args:
