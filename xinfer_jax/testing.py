@@ -1,5 +1,7 @@
-"""Checks for tests of one's own, as `xj.testing`: logits against transformers, log-probabilities of rollouts
-against those of training.
+"""Checks for your own tests: `xj.testing`.
+
+- `assert_parity` compares the logits of a checkpoint with the logits of transformers.
+- `assert_rollout_matches_score` compares the log-probabilities of rollouts with the ones of training.
 """
 
 from collections.abc import Sequence
