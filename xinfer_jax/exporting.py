@@ -64,7 +64,7 @@ def enable_export() -> None:
 
     The arguments or results of such a program are parameters, adapters, caches, configs or results. Call the
     function once in the process that calls `Exported.serialize`, and once in the process that calls
-    `jax.export.deserialize`. A second call does nothing. For example:
+    `jax.export.deserialize`. A second call does nothing. For example::
 
         xj.enable_export()
         blob = jax.export.export(jax.jit(xj.prefill))(*arguments).serialize()

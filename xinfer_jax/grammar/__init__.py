@@ -6,7 +6,8 @@ has the functions above. `vocabulary` has the bytes of each token. `regex_parser
 `token_automaton` make a `Dfa`, and `automaton` follows it. `token_masks` and `compiler` compile grammars with
 llguidance, and `matcher` follows one answer. `schema_unions` and `served_schemas` rewrite JSON Schemas.
 `worker`, `turns` and `pool` serve the grammars of a server's clients in other processes. `generate` does not
-import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`.
+import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`. `decode_loop` finds
+`automata_of_call` in `plugins.TABLE`.
 
 - Two forms sample the same tokens. Masks serve every grammar: in each step the host writes the allowed tokens
   of a row into `Context.allowed_bits`. Automata serve small regular expressions on the device. All rows of an

@@ -6,7 +6,7 @@
   adapter for each row.
 - `split_adapter` takes the adapter out again, and `merge_adapter` adds it to the weights.
 
-For example, the loss of a trainer is a function of the adapter:
+For example, the loss of a trainer is a function of the adapter::
 
     def loss(adapter):
         params = xj.lora.with_adapter(model.params, adapter)

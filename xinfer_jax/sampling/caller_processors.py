@@ -47,7 +47,7 @@ class LogitsProcessor:
     """A logits processor that you write: pure functions over rows, which are traced in the decode loop.
 
     Pass it to `GenerateOptions(processors=…)` or to `decode_loop`. For example, this processor subtracts a
-    number from the logits of tokens that the call has seen:
+    number from the logits of tokens that the call has seen::
 
         def subtract(amount_B, logits_BV, context):
             return logits_BV - amount_B[:, None] * context.seen_BV

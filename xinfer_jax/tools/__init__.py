@@ -5,7 +5,7 @@
 - `parse_tool_calls` splits a whole text, and returns a `ParsedAnswer` with its `ToolCall` objects.
 - `tool_grammar` returns a grammar with which the model must call one of your tools.
 
-For example:
+For example::
 
     ids = xj.encode_prompt(model, "What is the weather in Paris?", tools=tools)
     answer = model.tokenizer.decode(xj.generate(model.params, model.config, [ids]).tokens[0])
