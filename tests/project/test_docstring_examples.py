@@ -1,4 +1,4 @@
-"""The examples in docstrings of public names run as they stand, each on its own, and print the shown output."""
+"""The examples in docstrings of public names run, each on its own, and print the shown output."""
 
 import doctest
 import inspect
@@ -20,8 +20,8 @@ NEED_LLGUIDANCE = {"grammar.json_schema"}
 
 def test_the_most_used_names_have_examples():
     assert {*EXAMPLES} == QUICK | {
-        "Engine", "SamplingConfig", "beam_search", "decode_loop", "embed_texts", "forward", "prefill", "score",
-        "score_completions", "grammar.json_schema", "lora.with_adapter",
+        "Engine", "SamplingConfig", "beam_search", "decode_loop", "embed_texts", "forward", "prefill",
+        "score", "score_completions", "grammar.json_schema", "lora.with_adapter",
     }  # fmt: skip
 
 

@@ -34,12 +34,11 @@ class GenerateOptions:
     """Options of `generate`, `stream`, the functions of text and the requests of an engine.
 
     Example:
-        >>> import jax
         >>> import xinfer_jax as xj
         >>> model = xj.load_model()
-        >>> options = xj.GenerateOptions(max_tokens=4, sampling=xj.SamplingConfig(temperature=0.8))
+        >>> options = xj.GenerateOptions(max_tokens=4, logprobs=2)
         >>> ids = xj.encode_prompt(model, "What is the capital of France?")
-        >>> out = xj.generate(model.params, model.config, [ids], options, key=jax.random.key(0))
+        >>> out = xj.generate(model.params, model.config, [ids], options)
         >>> out.finish_reason
         ['length']
 

@@ -46,7 +46,8 @@ class Dfa(ShortRepr):
 
         Args:
             dfas: the automaton of each row, or one for all rows.
-            vocab_size: V. Tokens beyond the vocabulary of an automaton are never allowed.
+            vocab_size: the size V of the vocabulary. Tokens beyond the vocabulary of an automaton are never
+                allowed.
             eos_BE: int32: ids that end each row. An entry below 0 is no id.
             equal_sizes: True gives every table the size `MAX_ENTRIES`, so other grammars compile nothing.
                 False gives all tables the size of the largest one.

@@ -58,7 +58,7 @@ class Grammar:
         """Returns the compiled grammar, which follows the answers of a model with V logits.
 
         Args:
-            vocab_size: V.
+            vocab_size: the number V of logits.
 
         Raises:
             InputError: the grammar has no tokenizer, or it is not supported.
