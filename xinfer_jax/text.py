@@ -55,8 +55,8 @@ def encode_prompt(
         prompt: the user's text, or a conversation such as [{"role": "user", "content": "…"}].
         system: a system message that is put before the prompt. None adds none.
         raw: True encodes a text without the chat template.
-        add_special_tokens: True adds the checkpoint's special tokens, for example BOS, around a raw text. It
-            has no effect on other prompts.
+        add_special_tokens: True adds the checkpoint's special tokens, for example BOS, around a text that is
+            encoded without a chat template. It has no effect on other prompts.
         chat_template_kwargs: additional variables of the chat template, for example
             `{"enable_thinking": False}`.
         escape_control_tokens: True encodes control tokens that a conversation spells, such as `<|im_end|>`,

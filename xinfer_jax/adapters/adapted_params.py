@@ -112,6 +112,9 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
 
     The norms of the adapter stay in the parameters.
 
+    Args:
+        params: parameters from `with_adapter`.
+
     Returns:
         The parameters and the `Adapter`.
     """

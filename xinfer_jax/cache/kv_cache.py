@@ -128,8 +128,8 @@ def init_cache(
 ) -> KVCache:
     """Returns an empty KV cache for a model.
 
-    A sliding-window layer stores window + `RING_SLACK` - 1 tokens, rounded up, if that is less than the
-    capacity.
+    The cache of a sliding-window layer has window + `RING_SLACK` - 1 slots, rounded up, if that is less than
+    the capacity.
 
     Example:
         >>> import xinfer_jax as xj

@@ -91,8 +91,8 @@ def save_model(
         like: the path of a checkpoint with this config, for example the checkpoint that you fine-tuned. It
             may be a model that also takes images, and it may be `path` itself. Tensor names and config.json
             then follow `like`. Tensors and small files that this library does not read are copied from it.
-            Key heads that a mesh repeated are written once. None writes the names and the config.json of this
-            library.
+            Key heads that a mesh repeated are written once. None writes the tensor names of
+            the model's family, and a config.json from `config`.
         max_shard_bytes: the largest size of a file in bytes, unless a single tensor is larger.
         dtype: the dtype of written floats: float32, bfloat16 or float16. None keeps the dtype of each array.
         overwrite: True replaces a checkpoint that exists at `path`. While the new directory takes its place,

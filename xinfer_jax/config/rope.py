@@ -5,8 +5,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rotary position embedding (RoPE, Su et al. 2021), with the field names of Hugging Face's
-    `rope_parameters`.
+    """A rotary position embedding (RoPE, Su et al. 2021).
+
+    Fields have the names of Hugging Face's `rope_parameters`.
 
     Attributes:
         rope_type, rope_theta, factor: the type of scaling, the base of the frequencies, and the factor of the

@@ -22,8 +22,9 @@ from .requests import check_started
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SampleOutput(ShortRepr):
-    """The result of `Engine.sample`: an answer of T tokens as arrays. They have the names of `Decoded`,
-    without rows.
+    """The result of `Engine.sample`: an answer of T tokens as arrays.
+
+    The arrays have the names of `Decoded`, without rows.
 
     Attributes:
         tokens_T: int32: all sampled ids, with the EOS or stop id.

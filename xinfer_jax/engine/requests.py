@@ -171,6 +171,7 @@ class Request:
         return "ended" in self.times
 
     def new_detokenizer(self) -> AnswerDetokenizer:
+        """Returns a detokenizer with the stop strings and the special tokens of this request."""
         tokenizer = self.engine.model.tokenizer
         if tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
@@ -185,6 +186,7 @@ class Request:
         )
 
     def raise_error(self) -> None:
+        """Raises the error with which the request failed, if it has failed."""
         if self.error is not None:
             raise self.error
 
@@ -202,9 +204,11 @@ class Request:
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
     def updates(self) -> AsyncIterator[bool]:
+        """Yields whenever the request may have new tokens, in an event loop."""
         return request_updates([self])
 
     def notify(self) -> None:
+        """Wakes the listeners: the request has new tokens, or has ended."""
         for listener in list(self.listeners):
             with contextlib.suppress(RuntimeError):  # its event loop was closed
                 listener()

@@ -534,6 +534,7 @@ class Engine:
         raise InputError("there is nobody to follow: only processes other than process 0 follow it")
 
     def check_open(self) -> None:
+        """Raises `InputError` with the reason, if the engine was closed or has failed."""
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__

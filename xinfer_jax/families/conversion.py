@@ -45,8 +45,9 @@ class ParamName(NamedTuple):
 
 
 def param_names(config: ModelConfig) -> list[ParamName]:
-    """Returns every parameter of a model with its Hugging Face name, shape and axes, in the order of the
-    tree.
+    """Returns every parameter of a model with its Hugging Face name, shape and logical axes.
+
+    The list has the order of the parameter tree.
 
     Example:
         >>> import xinfer_jax as xj
@@ -54,6 +55,9 @@ def param_names(config: ModelConfig) -> list[ParamName]:
         >>> first = xj.params.param_names(model.config)[0]
         >>> first.path, first.name
         ('embed.weight', 'model.embed_tokens.weight')
+
+    Args:
+        config: the config of the model.
     """
     specs = jax.tree.leaves(file_specs(config))
     return [ParamName(spec.name, spec.published_name, spec.shape, spec.axes) for spec in specs]

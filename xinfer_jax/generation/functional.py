@@ -96,8 +96,7 @@ def prefill(  # noqa: PLR0913  a public function
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends a prompt, or the next part of a prompt, to the KV cache, and returns the logits for the next
-    token.
+    """Appends a prompt, or a part of one, to the KV cache, and returns the next logits.
 
     Long prompts are prefilled in chunks, and chunks that have only padding are skipped. The function works
     inside your own `jit`.

@@ -115,8 +115,9 @@ def continue_rows(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends tokens after answers, for example the result of a tool, and returns the logits for the next
-    token.
+    """Appends tokens after answers, and returns the logits for the next token.
+
+    Use it to append the result of a tool, for example.
 
     `decode_loop` does not append the last token of a row to the cache. This function appends it first, and
     then your tokens, as `prefill` does.

@@ -51,7 +51,11 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
 
 @in_default_modes
 def unstack_layers(params: Params) -> Params:
-    """Returns the tree with a tuple of layers. It is the inverse of `stack_layers`."""
+    """Returns the tree with a tuple of layers. It is the inverse of `stack_layers`.
+
+    Args:
+        params: a tree from `stack_layers`.
+    """
     if not isinstance(params["layers"], dict) or params["layers"].keys() != {"blocks", "rest"}:
         raise InputError("the layers are not stacked: unstack_layers takes what stack_layers returns")
     blocks = params["layers"]["blocks"]
