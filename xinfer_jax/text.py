@@ -73,9 +73,14 @@ def encode_prompt(
         assistant's message.
 
     Raises:
-        InputError: the model has no tokenizer, the prompt is empty, a message has no role or no content, the
-            prompt exceeds the context length, you gave a system message or a conversation with `raw` or
-            without a chat template, or you gave tools and the chat template ignores them.
+        InputError: in one of these cases:
+
+            - The model has no tokenizer.
+            - The prompt is empty, or a message has no role or no content.
+            - The text is too long for the context (`ContextLengthError`). Only its length is checked here, so a
+              shorter text may still have too many ids.
+            - You gave a system message or a conversation with `raw`, or for a model without a chat template.
+            - You gave tools, and the chat template ignores them.
     """
     return prompt_ids(
         _tokenizer(model),

@@ -102,9 +102,12 @@ class KVCache(ShortRepr):
                 above the present one changes nothing.
 
         Raises:
-            InputError: the lengths are not integers of at least 0, there is not one length per row, or a ring
-                has overwritten keys that a row of that length needs. (Under your `jit` the last case is
-                flagged in `overflow_B`.)
+            InputError: in one of these cases:
+
+                - The lengths are not integers of at least 0.
+                - There is not one length, or one per row.
+                - A ring has overwritten keys that a row of that length needs. Under your `jit` this is
+                  flagged in `overflow_B` instead.
         """
         from .truncation import truncate  # optional: truncated rows
 
@@ -149,8 +152,12 @@ def init_cache(
             over its axis "data" by rows, if it has that axis. None does not shard them.
 
     Raises:
-        InputError: rows or capacity are below 1, the model has no cache, there is too little memory, or the
-            rope type is `dynamic` or `longrope` and the capacity exceeds the original maximum.
+        InputError: in one of these cases:
+
+            - `rows` or `capacity` are below 1.
+            - The model has no cache.
+            - There is too little memory.
+            - The rope type is `dynamic` or `longrope`, and the capacity exceeds the original maximum.
     """
     check_config(config)
     check_causal(config, "a KV cache")

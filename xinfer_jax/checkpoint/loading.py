@@ -214,8 +214,11 @@ def load_model(  # noqa: PLR0913  a public function
         A `Model` with parameters, config, tokenizer and the settings of generation_config.json.
 
     Raises:
-        InputError: files are missing, are unreadable or do not fit the config (the message names every such
-            tensor), you gave a revision for a directory or a file, or a checkpoint cannot be downloaded.
+        InputError: in one of these cases:
+
+            - Files are missing, are unreadable or do not fit the config. The message names every such tensor.
+            - You gave a revision for a directory or a file.
+            - A checkpoint cannot be downloaded.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     checkpoint = open_checkpoint(

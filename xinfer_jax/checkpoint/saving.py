@@ -99,8 +99,11 @@ def save_model(
             the old one is named PATH.old.
 
     Raises:
-        InputError: the parameters do not fit the config, the config does not fit `like`, the format cannot
-            store some matrices (the message names them), or `path` exists or cannot be written.
+        InputError: in one of these cases:
+
+            - The parameters do not fit the config, or the config does not fit `like`.
+            - The format cannot store some matrices. The message names them.
+            - `path` exists or cannot be written.
     """
     check_order("save_model(params, config, path)", params, path)
     check_params(params, config)

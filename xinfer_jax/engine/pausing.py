@@ -33,9 +33,11 @@ class Pausing:
         and `close` work.
 
         Args:
-            mode: the fate of unfinished answers (vLLM has the same values). "keep": they continue after
-                `resume`. "wait": answers that have begun are finished first, while no other answer starts.
-                "abort": they end with the finish_reason "abort".
+            mode: the fate of unfinished answers (vLLM has the same values):
+
+                - "keep": they continue after `resume`.
+                - "wait": answers that have begun are finished first, while no other answer starts.
+                - "abort": they end with the finish_reason "abort".
 
         Raises:
             InputError: the engine is paused already, is closed or has failed, or the mode is none of these.

@@ -78,21 +78,28 @@ class WeightUpdates:
             params: the tree, the directory or the stream.
             version: the version of these weights, for `token_versions`. None takes the last version plus 1.
                 Engines start with 0.
-            mode: the fate of unfinished answers. "continue": they continue with their keys. "wait": no answer
-                starts until the answers that have begun are finished, and then the weights are replaced.
-                "abort": they end with the finish_reason "abort". "recompute": their keys are computed again
-                with the new weights, and they continue. If other devices prefill prompts, the devices that
-                decode then compile programs for it.
+            mode: the fate of unfinished answers:
+
+                - "continue": they continue with their keys.
+                - "wait": no answer starts until the answers that have begun are finished. Then the weights are
+                  replaced.
+                - "abort": they end with the finish_reason "abort".
+                - "recompute": their keys are computed again with the new weights, and they continue. If other
+                  devices prefill prompts, the devices that decode then compile programs for it.
+
             cast: True casts floats of another type. False raises `InputError` for them. Floats of a directory
                 are always cast.
             copy: True copies the arrays. False uses your arrays if they fit, so do not donate them to a
                 training step.
 
         Raises:
-            InputError: leaves or tensors are missing, unknown or misshapen, a directory cannot be read or has
-                another config (in these cases it is raised before anything changes), the mode is "wait" and
-                the engine is paused with unfinished answers, norms differ under int8 activations while the
-                engine has adapters, or the engine is closed.
+            InputError: in one of these cases. The weights do not change then.
+
+                - Leaves or tensors are missing, unknown or misshapen.
+                - A directory cannot be read, or has another config.
+                - The mode is "wait", and the engine is paused with unfinished answers.
+                - Norms differ under int8 activations, while the engine has adapters.
+                - The engine is closed.
         """
         owner = self._owner
         owner.check_local("weights")

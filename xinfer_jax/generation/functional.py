@@ -128,11 +128,14 @@ def prefill(  # noqa: PLR0913  a public function
         float32 logits [B, V] after each row's last real token, and the cache with the tokens appended.
 
     Raises:
-        InputError: arrays have a wrong shape or type, ids are outside the vocabulary, the cache belongs to
-            another model, the tokens exceed its capacity, this machine lacks the `impl` or it cannot serve
-            the call, or taps read or are invalid. Reverse-mode differentiation of several chunks also raises
-            it. Under your `jit` only the shapes of traced values are checked. Tokens beyond the capacity are
-            then dropped, and flagged in `overflow_B`.
+        InputError: in one of these cases. Under your `jit` only the shapes of traced values are checked, and
+            tokens beyond the capacity are dropped and flagged in `overflow_B`.
+
+            - Arrays have a wrong shape or type, or ids are outside the vocabulary.
+            - The cache belongs to another model, or the tokens exceed its capacity.
+            - This machine lacks the `impl`, or it cannot serve the call.
+            - Taps read, or are invalid (see `run_model`).
+            - You differentiate several chunks in reverse mode.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -282,11 +285,14 @@ def decode_loop(  # noqa: PLR0913  a public function
         log-probabilities are finite. Check them yourself if weights may be broken or values may overflow.
 
     Raises:
-        InputError: an argument has a wrong shape, type or range, the cache belongs to another model, the
-            tokens may exceed the cache's capacity, your function returns wrong shapes or dtypes, or taps are
-            invalid (see `prefill`). Reverse-mode differentiation through log-probabilities or the cache also
-            raises it. Under your `jit` only the shapes of traced values are checked. Tokens beyond the
-            capacity are then dropped, and flagged in `overflow_B`.
+        InputError: in one of these cases. Under your `jit` only the shapes of traced values are checked, and
+            tokens beyond the capacity are dropped and flagged in `overflow_B`.
+
+            - An argument has a wrong shape, type or range.
+            - The cache belongs to another model, or the tokens may exceed its capacity.
+            - Your function returns wrong shapes or dtypes.
+            - Taps read, or are invalid (see `run_model`).
+            - You differentiate through log-probabilities or the cache in reverse mode.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

@@ -127,10 +127,14 @@ def score(  # noqa: PLR0913  a public function
         t+1, and 0 at padding. Its other fields are None unless you ask for them.
 
     Raises:
-        InputError: an argument has a wrong shape or type, an id is outside the vocabulary, a number of tokens
-            is outside the row, an expert is unknown, a temperature is 0, a tap reads, `support` is given with
-            a reference or a teacher, this machine lacks the `impl`, or the `impl` cannot serve the call.
-            Traced values are not checked.
+        InputError: in one of these cases. Traced values are not checked.
+
+            - An argument has a wrong shape or type.
+            - An id is outside the vocabulary, or a number of tokens is outside the row.
+            - An expert is unknown, or a temperature is 0.
+            - A tap reads.
+            - `support` is given with a reference or a teacher.
+            - This machine lacks the `impl`, or it cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)

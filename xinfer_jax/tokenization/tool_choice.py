@@ -40,10 +40,12 @@ def tool_grammar(
             tools next to any grammar, and the result is `answer` itself. None: the answer must be a call.
 
     Raises:
-        InputError: there are no tools, no tool has this name, the chat template ignores tools or writes calls
-            in an unknown form, the form cannot express a keyword of a schema, or a schema would allow invalid
-            arguments (see `served_schema`). Other unsupported schemas raise it at the first use of the
-            grammar.
+        InputError: in one of these cases. Other unsupported schemas raise it at the first use of the grammar.
+
+            - There are no tools, or no tool has this name.
+            - The chat template ignores tools, or writes calls in an unknown form.
+            - The form cannot express a keyword of a schema.
+            - A schema would allow invalid arguments (see `served_schema`).
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)
