@@ -77,8 +77,8 @@ def encode_prompt(
 
             - The model has no tokenizer.
             - The prompt is empty, or a message has no role or no content.
-            - The text is too long for the context (`ContextLengthError`). Only its length is checked here, so a
-              shorter text may still have too many ids.
+            - The text is too long for the context (`ContextLengthError`). Only its length is checked here, so
+              a shorter text may still have too many ids.
             - You gave a system message or a conversation with `raw`, or for a model without a chat template.
             - You gave tools, and the chat template ignores them.
     """

@@ -81,12 +81,11 @@ class WeightUpdates:
             mode: the fate of unfinished answers:
 
                 - "continue": they continue with their keys.
-                - "wait": no answer starts until the answers that have begun are finished. Then the weights are
-                  replaced.
+                - "wait": no answer starts until the answers that have begun are finished. Then the weights
+                  are replaced.
                 - "abort": they end with the finish_reason "abort".
                 - "recompute": their keys are computed again with the new weights, and they continue. If other
                   devices prefill prompts, the devices that decode then compile programs for it.
-
             cast: True casts floats of another type. False raises `InputError` for them. Floats of a directory
                 are always cast.
             copy: True copies the arrays. False uses your arrays if they fit, so do not donate them to a
