@@ -5,9 +5,10 @@
     python .docs/build_site.py --execute      # also runs the tutorials, and shows their plots: five minutes
     python .docs/build_site.py --links        # also asks each external link whether it still answers
 
-The READMEs are the pages, and the docstrings of public names are the reference. `CONTENTS` gives each text its address
-on the site. The script copies the texts into a temporary folder under these addresses, points the links between them
-to the copies, writes a page of the reference for each namespace, and calls Sphinx, for which a warning is an error.
+The READMEs are the pages, and the docstrings of public names are the reference. `CONTENTS` gives each text
+its address on the site. The script copies the texts into a temporary folder under these addresses, points
+the links between them to the copies, writes a page of the reference for each namespace, and calls Sphinx,
+for which a warning is an error.
 """
 
 import argparse
@@ -95,7 +96,10 @@ def copy_text(name: str, address: str, folder: Path) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
         notebook = jupytext.reads(text, fmt="py:percent")
-        notebook.metadata |= {"kernelspec": KERNEL, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+        notebook.metadata |= {
+            "kernelspec": KERNEL,
+            "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+        }
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = LINK.sub(moved, cell.source)
@@ -128,7 +132,7 @@ def is_defined_in(module: types.ModuleType, name: str) -> bool:
 
 
 def write_reference(folder: Path) -> None:
-    """Writes a page for the root and for each namespace, from which autosummary makes a page for each name."""
+    """Writes a page for each namespace, from which autosummary makes a page for each name."""
     (folder / "reference").mkdir()
     modules = ["xinfer_jax", *(f"xinfer_jax.{name}" for name in NAMESPACES)]
     for module in modules:
@@ -136,19 +140,32 @@ def write_reference(folder: Path) -> None:
         short = module.replace("xinfer_jax", "xj", 1)
         lines = [f"`{short}`", "=" * (len(short) + 2), "", f".. automodule:: {module}", "   :no-members:"]
         lines += ["   :no-inherited-members:", ""]
-        lines += [f".. currentmodule:: {module}", "", ".. autosummary::", "   :toctree: .", "   :nosignatures:", ""]
+        lines += [
+            f".. currentmodule:: {module}",
+            "",
+            ".. autosummary::",
+            "   :toctree: .",
+            "   :nosignatures:",
+            "",
+        ]
         lines += [f"   {name}" for name in names]
         (folder / "reference" / f"{short}.rst").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    text = "# Reference\n\nImport the library as `import xinfer_jax as xj`. Its names stand in these namespaces:\n\n"
+    text = "# Reference\n\nWrite `import xinfer_jax as xj`. The public names are in these namespaces:\n\n"
     pages = "\n".join(module.replace("xinfer_jax", "xj", 1) for module in modules)
     text += f"```{{toctree}}\n:maxdepth: 1\n\n{pages}\n```\n"
     (folder / "reference" / "index.md").write_text(text, encoding="utf-8")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DOCS / "site", help="folder of the site; default: .docs/site")
-    parser.add_argument("--execute", action="store_true", help="run the tutorials, and show what they print and plot")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=DOCS / "site", help="folder of the site; default: .docs/site"
+    )
+    parser.add_argument(
+        "--execute", action="store_true", help="run the tutorials, and show what they print and plot"
+    )
     parser.add_argument("--links", action="store_true", help="check external links in place of building")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

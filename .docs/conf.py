@@ -19,7 +19,9 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["files"]
-templates_path = [str(ROOT / ".docs/templates")]  # autosummary looks in the folder of the texts, Sphinx in this one
+templates_path = [
+    str(ROOT / ".docs/templates")
+]  # autosummary looks in the folder of the texts, Sphinx in this one
 default_role = "py:obj"  # `name` in a docstring is code, and a link if it is a public name
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]

@@ -1,9 +1,10 @@
 """The core, which a reader of `decode_loop` and `generate` needs, is bounded and knows no platform. A reader
 follows few frames of this library from `generate` to a matrix product.
 
-The bounds are the measured lines of code, without docstrings and comments, so that an explanation costs nothing.
-They include the parts of `forward` for training, and the mixer, the feed-forwards and the router of a float
-model, which the core finds in the registries. `old_names`, with some hundred lines, goes in version 0.3.
+The bounds are the measured lines of code, without docstrings and comments, so that an explanation costs
+nothing. They include the parts of `forward` for training, and the mixer, the feed-forwards and the router of
+a float model, which the core finds in the registries. `old_names`, with some hundred lines, goes in version
+0.3.
 `python tests/support/closure.py` prints the modules.
 """
 
