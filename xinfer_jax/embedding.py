@@ -83,13 +83,11 @@ def embed_texts(
         `dimensions`, it is that number.
 
     Raises:
-        InputError: in one of these cases:
-
-            - `texts` is not a list or is empty, or a text has no tokens.
-            - A text has more tokens than the context or the checkpoint's `max_seq_length` allows.
-            - Ids are outside the vocabulary, or texts are given and the model has no tokenizer.
-            - The pooling is unknown, or the checkpoint does not have these dimensions.
-            - Hidden states are not finite.
+        InputError: `texts` is not a list or is empty, or a text has no tokens.
+        InputError: a text has more tokens than the context or the checkpoint's `max_seq_length` allows.
+        InputError: ids are outside the vocabulary, or texts are given and the model has no tokenizer.
+        InputError: the pooling is unknown, or the checkpoint does not have these dimensions.
+        InputError: hidden states are not finite.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")

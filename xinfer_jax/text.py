@@ -73,14 +73,13 @@ def encode_prompt(
         assistant's message.
 
     Raises:
-        InputError: in one of these cases:
-
-            - The model has no tokenizer.
-            - The prompt is empty, or a message has no role or no content.
-            - The text is too long for the context (`ContextLengthError`). Only its length is checked here, so
-              a shorter text may still have too many ids.
-            - You gave a system message or a conversation with `raw`, or for a model without a chat template.
-            - You gave tools, and the chat template ignores them.
+        InputError: the model has no tokenizer.
+        InputError: the prompt is empty, or a message has no role or no content.
+        ContextLengthError: the text is too long for the context. Only its length is checked here, so a
+            shorter text may still have too many ids.
+        InputError: you gave a system message or a conversation with `raw`, or for a model without a chat
+            template.
+        InputError: you gave tools, and the chat template ignores them.
     """
     return prompt_ids(
         _tokenizer(model),

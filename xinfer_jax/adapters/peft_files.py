@@ -75,12 +75,10 @@ def load_adapter(  # noqa: PLR0913  a public function
         An `Adapter`, for `with_adapter` or `Engine.add_adapter`.
 
     Raises:
-        InputError: in one of these cases:
-
-            - A file is missing or damaged.
-            - adapter_config.json has an unsupported setting.
-            - Tensors are missing, unknown, misshapen or not finite.
-            - A rank exceeds `max_rank`. This is checked before any tensor is read.
+        InputError: a file is missing or damaged.
+        InputError: adapter_config.json has an unsupported setting.
+        InputError: tensors are missing, unknown, misshapen or not finite.
+        InputError: a rank exceeds `max_rank`. This is checked before any tensor is read.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     path = resolve_directory(path_or_repo_id, download_adapter, "adapter", hub)

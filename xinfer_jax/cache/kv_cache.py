@@ -102,12 +102,10 @@ class KVCache(ShortRepr):
                 above the present one changes nothing.
 
         Raises:
-            InputError: in one of these cases:
-
-                - The lengths are not integers of at least 0.
-                - There is not one length, or one per row.
-                - A ring has overwritten keys that a row of that length needs. Under your `jit` this is
-                  flagged in `overflow_B` instead.
+            InputError: the lengths are not integers of at least 0.
+            InputError: there is not one length, or one per row.
+            InputError: a ring has overwritten keys that a row of that length needs. Under your `jit` this is
+                flagged in `overflow_B` instead.
         """
         from .truncation import truncate  # optional: truncated rows
 
@@ -152,12 +150,10 @@ def init_cache(
             over its axis "data" by rows, if it has that axis. None does not shard them.
 
     Raises:
-        InputError: in one of these cases:
-
-            - `rows` or `capacity` are below 1.
-            - The model has no cache.
-            - There is too little memory.
-            - The rope type is `dynamic` or `longrope`, and the capacity exceeds the original maximum.
+        InputError: `rows` or `capacity` are below 1.
+        InputError: the model has no cache.
+        InputError: there is too little memory.
+        InputError: the rope type is `dynamic` or `longrope`, and the capacity exceeds the original maximum.
     """
     check_config(config)
     check_causal(config, "a KV cache")

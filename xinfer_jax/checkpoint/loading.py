@@ -214,11 +214,10 @@ def load_model(  # noqa: PLR0913  a public function
         A `Model` with parameters, config, tokenizer and the settings of generation_config.json.
 
     Raises:
-        InputError: in one of these cases:
-
-            - Files are missing, are unreadable or do not fit the config. The message names every such tensor.
-            - You gave a revision for a directory or a file.
-            - A checkpoint cannot be downloaded.
+        InputError: files are missing, are unreadable or do not fit the config. The message names every such
+            tensor.
+        InputError: you gave a revision for a directory or a file.
+        InputError: a checkpoint cannot be downloaded.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     checkpoint = open_checkpoint(

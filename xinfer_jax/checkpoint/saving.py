@@ -99,11 +99,9 @@ def save_model(
             the old one is named PATH.old.
 
     Raises:
-        InputError: in one of these cases:
-
-            - The parameters do not fit the config, or the config does not fit `like`.
-            - The format cannot store some matrices. The message names them.
-            - `path` exists or cannot be written.
+        InputError: the parameters do not fit the config, or the config does not fit `like`.
+        InputError: the format cannot store some matrices. The message names them.
+        InputError: `path` exists or cannot be written.
     """
     check_order("save_model(params, config, path)", params, path)
     check_params(params, config)

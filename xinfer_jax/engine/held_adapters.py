@@ -122,11 +122,9 @@ class HeldAdapters(HeldTable[HeldAdapter]):
                 arrays are cast to the model's dtype.
 
         Raises:
-            InputError: in one of these cases:
-
-                - The adapter does not fit the model or the engine's `max_rank`.
-                - It has matrices that work only for all rows together.
-                - The name is taken, or there are `max_adapters` already.
+            InputError: the adapter does not fit the model or the engine's `max_rank`.
+            InputError: it has matrices that work only for all rows together.
+            InputError: the name is taken, or there are `max_adapters` already.
         """
         with self._prepared(name, adapter) as contents:
             if name in self:

@@ -464,12 +464,10 @@ class Engine:
             The log-probability of each token.
 
         Raises:
-            InputError: in one of these cases:
-
-                - A version is missing.
-                - The answer may have pages of other answers (`share_answers`).
-                - The meshes for prompts and for answers have different sizes.
-                - The engine is in several processes.
+            InputError: a version is missing.
+            InputError: the answer may have pages of other answers (`share_answers`).
+            InputError: the meshes for prompts and for answers have different sizes.
+            InputError: the engine is in several processes.
         """
         engine: Any = self.engines[-1]  # of several one that decodes
         if engine.channel:

@@ -92,13 +92,11 @@ class WeightUpdates:
                 training step.
 
         Raises:
-            InputError: in one of these cases. The weights do not change then.
-
-                - Leaves or tensors are missing, unknown or misshapen.
-                - A directory cannot be read, or has another config.
-                - The mode is "wait", and the engine is paused with unfinished answers.
-                - Norms differ under int8 activations, while the engine has adapters.
-                - The engine is closed.
+            InputError: leaves or tensors are missing, unknown or misshapen.
+            InputError: a directory cannot be read, or has another config.
+            InputError: the mode is "wait", and the engine is paused with unfinished answers.
+            InputError: norms differ under int8 activations, while the engine has adapters.
+            InputError: the engine is closed.
         """
         owner = self._owner
         owner.check_local("weights")

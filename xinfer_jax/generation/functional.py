@@ -99,7 +99,8 @@ def prefill(  # noqa: PLR0913  a public function
     """Appends a prompt, or a part of one, to the KV cache, and returns the next logits.
 
     Long prompts are prefilled in chunks, and chunks that have only padding are skipped. The function works
-    inside your own `jit`.
+    inside your own `jit`. Only the shapes of traced values are checked there, and tokens beyond the capacity
+    are dropped and flagged in `overflow_B`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,14 +129,11 @@ def prefill(  # noqa: PLR0913  a public function
         float32 logits [B, V] after each row's last real token, and the cache with the tokens appended.
 
     Raises:
-        InputError: in one of these cases. Under your `jit` only the shapes of traced values are checked, and
-            tokens beyond the capacity are dropped and flagged in `overflow_B`.
-
-            - Arrays have a wrong shape or type, or ids are outside the vocabulary.
-            - The cache belongs to another model, or the tokens exceed its capacity.
-            - This machine lacks the `impl`, or it cannot serve the call.
-            - Taps read, or are invalid (see `run_model`).
-            - You differentiate several chunks in reverse mode.
+        InputError: arrays have a wrong shape or type, or ids are outside the vocabulary.
+        InputError: the cache belongs to another model, or the tokens exceed its capacity.
+        InputError: this machine lacks the `impl`, or it cannot serve the call.
+        InputError: taps read, or are invalid (see `run_model`).
+        InputError: you differentiate several chunks in reverse mode.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -220,7 +218,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     """Samples tokens in one loop on the device, until every row has an EOS id or max_tokens.
 
     Call it after `prefill`. It works inside your own `jit`, for example in the rollout of a trainer.
-    `generate` does all of this for you if you do not need your own program.
+    `generate` does all of this for you if you do not need your own program. Under your `jit` only the shapes
+    of traced values are checked, and tokens beyond the capacity are dropped and flagged in `overflow_B`.
 
     Example:
         >>> import jax
@@ -285,14 +284,11 @@ def decode_loop(  # noqa: PLR0913  a public function
         log-probabilities are finite. Check them yourself if weights may be broken or values may overflow.
 
     Raises:
-        InputError: in one of these cases. Under your `jit` only the shapes of traced values are checked, and
-            tokens beyond the capacity are dropped and flagged in `overflow_B`.
-
-            - An argument has a wrong shape, type or range.
-            - The cache belongs to another model, or the tokens may exceed its capacity.
-            - Your function returns wrong shapes or dtypes.
-            - Taps read, or are invalid (see `run_model`).
-            - You differentiate through log-probabilities or the cache in reverse mode.
+        InputError: an argument has a wrong shape, type or range.
+        InputError: the cache belongs to another model, or the tokens may exceed its capacity.
+        InputError: your function returns wrong shapes or dtypes.
+        InputError: taps read, or are invalid (see `run_model`).
+        InputError: you differentiate through log-probabilities or the cache in reverse mode.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

@@ -78,6 +78,8 @@ def score(  # noqa: PLR0913  a public function
     """Returns the log-probability of every token except the first, given the tokens before it.
 
     Use it for the loss of a trainer, for KL divergences and for perplexity. It works inside your own `jit`.
+    Values of traced arrays are not checked.
+
     Every float leaf of `params`, and `inputs_BTD`, has reverse-mode gradients in its dtype. Activations have
     the dtype of `final_norm` in the parameters, and log-probabilities are float32.
 
@@ -127,14 +129,12 @@ def score(  # noqa: PLR0913  a public function
         t+1, and 0 at padding. Its other fields are None unless you ask for them.
 
     Raises:
-        InputError: in one of these cases. Traced values are not checked.
-
-            - An argument has a wrong shape or type.
-            - An id is outside the vocabulary, or a number of tokens is outside the row.
-            - An expert is unknown, or a temperature is 0.
-            - A tap reads.
-            - `support` is given with a reference or a teacher.
-            - This machine lacks the `impl`, or it cannot serve the call.
+        InputError: an argument has a wrong shape or type.
+        InputError: an id is outside the vocabulary, or a number of tokens is outside the row.
+        InputError: an expert is unknown, or a temperature is 0.
+        InputError: a tap reads.
+        InputError: `support` is given with a reference or a teacher.
+        InputError: this machine lacks the `impl`, or it cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)

@@ -52,11 +52,9 @@ def attention_weights(
         less if a sink takes the rest.
 
     Raises:
-        InputError: in one of these cases:
-
-            - `forward` would raise it.
-            - The model does not have a layer or a head.
-            - A layer has no softmax attention, or uses another layer's keys.
+        InputError: `forward` would raise it.
+        InputError: the model does not have a layer or a head.
+        InputError: a layer has no softmax attention, or uses another layer's keys.
     """
     check_causal(config, "attention_weights")
     if not is_sequence(layers) or heads is not None and not is_sequence(heads):

@@ -180,14 +180,12 @@ def run_model(  # noqa: PLR0913  a public function
         A `ModelOutput`.
 
     Raises:
-        InputError: in one of these cases:
-
-            - `forward` would raise it.
-            - `inputs_BTD` or `routed_experts` have a wrong shape.
-            - Segments, positions or stacked layers are given with a cache.
-            - Experts are given for a model without mixtures, or are not valid for the model.
-            - A tap has a wrong type or layer, taps are given for stacked layers, or the `edit` of a tap
-              returns another shape or dtype.
+        InputError: `forward` would raise it.
+        InputError: `inputs_BTD` or `routed_experts` have a wrong shape.
+        InputError: segments, positions or stacked layers are given with a cache.
+        InputError: experts are given for a model without mixtures, or are not valid for the model.
+        InputError: a tap has a wrong type or layer, taps are given for stacked layers, or the `edit` of a tap
+            returns another shape or dtype.
     """
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
     extras = Extras(routed_experts=routed_experts, taps=taps)

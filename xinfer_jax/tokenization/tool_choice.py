@@ -26,7 +26,7 @@ def tool_grammar(
     """Returns a grammar of answers that call your tools with valid arguments.
 
     Use it if the model must call a tool. Properties that a schema does not describe never occur, even if the
-    schema allows them.
+    schema allows them. Some unsupported schemas raise `InputError` only at the first use of the grammar.
 
     Args:
         tools: the tools, as for `encode_prompt`, which puts them into the prompt.
@@ -40,12 +40,10 @@ def tool_grammar(
             tools next to any grammar, and the result is `answer` itself. None: the answer must be a call.
 
     Raises:
-        InputError: in one of these cases. Other unsupported schemas raise it at the first use of the grammar.
-
-            - There are no tools, or no tool has this name.
-            - The chat template ignores tools, or writes calls in an unknown form.
-            - The form cannot express a keyword of a schema.
-            - A schema would allow invalid arguments (see `served_schema`).
+        InputError: there are no tools, or no tool has this name.
+        InputError: the chat template ignores tools, or writes calls in an unknown form.
+        InputError: the form cannot express a keyword of a schema.
+        InputError: a schema would allow invalid arguments (see `served_schema`).
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)
