@@ -23,6 +23,7 @@ PRINTED = {
     "README.md": (r"The capital of France is Paris\.\n\['Hello! .*'\]\n",),
     "xinfer_jax/README.md": (r"True\n", None),
     "xinfer_jax/TRAINING.md": (None, None, None),
+    "xinfer_jax/batch/README.md": (None,),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
     "xinfer_jax/tool_calls/README.md": (None,),
     "xinfer_jax/generation/README.md": (None, None, None, r"\[\[.+\]\]\n", None),
