@@ -26,7 +26,7 @@ PRINTED = {
     "xinfer_jax/batch/README.md": (None,),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
     "xinfer_jax/tool_calls/README.md": (None,),
-    "xinfer_jax/generation/README.md": (None, None, None, r"\[\[.+\]\]\n", None),
+    "xinfer_jax/generation/README.md": (None, None, None, None, r"\[\[.+\]\]\n", None),
     "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+", None, None),
 }
 
