@@ -153,7 +153,7 @@ def score(  # noqa: PLR0913  a public function
     if routed_experts is not None:
         check_array("routed_experts", routed_experts, np.integer, B, T, "layers", "experts")
         if config.num_experts:
-            check_range("routes: expert", routed_experts, -1, config.num_experts - 1)
+            check_range("routed_experts: expert", routed_experts, -1, config.num_experts - 1)
     if taps is not None:
         from ..model.taps import check_edits  # optional: taps
 

@@ -154,13 +154,15 @@ def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
     """
     source = getattr(pattern, "source", pattern)
     if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
-        raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
+        raise InputError(
+            f"compile_dfa takes a regular expression, or regex or choice, got {format_value(pattern)}"
+        )
     vocab_size = tokenizer.backend.get_vocab_size()
     try:
         return Dfa(*token_automaton(source, *token_bytes(tokenizer, vocab_size)))
     except NotRegularError as error:
         remedy = "give GenerateOptions(grammar=regex(…)) to generate"
-        raise GrammarError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
+        raise GrammarError(f"compile_dfa does not serve {format_value(source)}: {error}; {remedy}") from error
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:
