@@ -1,4 +1,4 @@
-"""Python blocks of the READMEs and of TRAINING.md run as they stand, each on its own, and print what is shown
+"""Python blocks of the READMEs, of TRAINING.md and of the pages in .docs run as they stand, each on its own, and print what is shown
 after them.
 """
 
@@ -25,6 +25,7 @@ PRINTED = {
         r"The capital of France is Paris\.\n",
         r"\(2, 16\) \[\d+ \d+\]\n",
     ),
+    ".docs/pages/troubleshooting.md": (None,),
     "xinfer_jax/README.md": (r"True\n", None),
     "xinfer_jax/TRAINING.md": (None, None, None),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
@@ -39,7 +40,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 
 def test_every_block_is_tested():
-    folders = (ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
+    folders = (ROOT / ".docs", ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
     paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
     counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in paths}
     assert {name: count for name, count in counts.items() if count} == {
