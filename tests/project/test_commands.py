@@ -18,7 +18,12 @@ BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # The first words of a command of ours, after assignments of variables and programs that start it.
 STARTERS = ("srun", "exec")
-NAMES = {"xinfer-jax": None, "xinfer-jax-chat": "chat", "xinfer-jax-batch": "batch", "xinfer-jax-serve": "serve"}
+NAMES = {
+    "xinfer-jax": None,
+    "xinfer-jax-chat": "chat",
+    "xinfer-jax-batch": "batch",
+    "xinfer-jax-serve": "serve",
+}
 
 
 def pages() -> list[str]:

@@ -1,5 +1,5 @@
-"""Python blocks of the READMEs, of TRAINING.md and of the pages in .docs run as they stand, each on its own, and print what is shown
-after them.
+"""Python blocks of the READMEs, of TRAINING.md and of the pages in .docs run as they stand, each on its own,
+and print what is shown after them.
 """
 
 import re
@@ -25,6 +25,10 @@ PRINTED = {
         r"The capital of France is Paris\.\n",
         r"\(2, 16\) \[\d+ \d+\]\n",
     ),
+    ".docs/pages/from-mlx-lm.md": (None,),
+    ".docs/pages/from-transformers.md": (None,),
+    ".docs/pages/from-tunix.md": (None,),
+    ".docs/pages/from-vllm.md": (None,),
     ".docs/pages/troubleshooting.md": (None,),
     "xinfer_jax/README.md": (r"True\n", None),
     "xinfer_jax/TRAINING.md": (None, None, None),
