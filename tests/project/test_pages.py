@@ -18,7 +18,7 @@ INLINE = re.compile(r"`([^`\n]+)`")
 TROUBLESHOOTING = ".docs/pages/troubleshooting.md"
 # Instances by their usual names, with their classes.
 INSTANCES = dict(engine=xj.Engine, model=xj.Model, request=xj.types.Request, stream=xj.types.TextStream)
-ATTRIBUTES = ("memory",)  # of instances, which their classes lack
+ATTRIBUTES = ("memory", "prompt_logprobs")  # of instances, which their classes lack
 
 
 def text_of(page: str) -> str:
