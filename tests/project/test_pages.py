@@ -1,4 +1,6 @@
-"""Pages in .docs: names and arguments in inline code exist, and quoted messages are in the code."""
+"""Pages in .docs: names and arguments in inline code exist, quoted messages are in the code, and figures of
+memory are those of the plan.
+"""
 
 import ast
 import functools
@@ -9,6 +11,10 @@ import pytest
 from paths import ROOT
 
 import xinfer_jax as xj
+from xinfer_jax.estimates import plan_estimates
+from xinfer_jax.estimates.card_specs import CARDS
+from xinfer_jax.estimates.model_shapes import hf_config
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.unit, pytest.mark.newest]
 
@@ -109,3 +115,20 @@ def test_a_quoted_message_is_in_the_code(message):
 
 def test_many_messages_are_quoted():
     assert len(messages()) >= 40
+
+
+def test_figures_of_memory_are_those_of_the_plan():
+    text = text_of(".docs/pages/recipes.md")
+    rows = re.search(r"<!-- plan -->\n(.*?)\n\n", text, re.DOTALL)[1].splitlines()[2:]
+    assert len(rows) > 10
+    for row in rows:
+        name, weights, devices, *shown, fit = (cell.strip() for cell in row.strip("|").split("|"))
+        config = from_hf(hf_config(name))
+        job = plan_estimates.EngineLoad(config, weights, "bfloat16", rows=8, context=4096, chunk=256)
+        plan = plan_estimates.mesh_plan(job, 1)
+        parts = plan.parts
+        sizes = parts["weights"], parts["pages"] + parts["states"], parts["temporaries"] + parts["logits"]
+        assert shown == [f"{size / 2**30:.1f}" for size in sizes], row
+        card = CARDS[devices.removeprefix("1x")]
+        free = card.memory_gib * card.memory_fraction * 2**30 - plan.total
+        assert int(fit) == max(0, 8 + int(free // plan_estimates.row_bytes(job, 1))), row
