@@ -14,7 +14,7 @@ _TEXT = str | bytes | bytearray | memoryview
 
 
 def is_traced(value: Any) -> bool:
-    """Whether it is a tracer, or a list or mapping that contains one."""
+    """Returns True if a value is a tracer, or a list or mapping that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, jax.core.Tracer) or (
@@ -80,7 +80,7 @@ def check_token_ids(
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list or an array; not a text, a set or a mapping."""
+    """Returns True if a value is a list or an array. Texts, sets and mappings are not sequences."""
     if isinstance(value, _TEXT | Mapping | Set):
         return False
     return isinstance(value, Sequence) or (hasattr(value, "__array__") and np.ndim(value) > 0)

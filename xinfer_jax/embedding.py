@@ -100,8 +100,8 @@ def embed_texts(
 
 
 def embedding_size(model: Model, dimensions: int | None = None) -> int:
-    """How many numbers a vector has. dimensions: as in `embed_texts`; InputError: the model has none of this
-    size.
+    """Returns the number of values in a vector. dimensions: as in `embed_texts`. Raises InputError if the
+    model has no vectors of this size.
     """
     modules = model.embedding or _WITHOUT
     width = modules.dense[-1].weight.shape[0] if modules.dense else model.config.hidden_size
@@ -187,7 +187,9 @@ class TextEncoder:
 
 
 def kept_tokens(truncate_prompt_tokens: int | None, limit: int) -> int | None:
-    """How many tokens of a text are kept; None: all. Raises InputError for more than the limit."""
+    """Returns the number of tokens of a text that are kept, or None if all are kept. Raises InputError for
+    more than the limit.
+    """
     if truncate_prompt_tokens is None:
         return None
     if truncate_prompt_tokens == -1:

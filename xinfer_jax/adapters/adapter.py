@@ -79,7 +79,7 @@ def adapter_digest(adapter: Adapter) -> bytes:
 
 
 def is_norm(path: str) -> bool:
-    """Whether a path in the parameters is that of a norm's weights."""
+    """Returns True if a path in the parameters names the weights of a norm."""
     return path.endswith("norm")
 
 

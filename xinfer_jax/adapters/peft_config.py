@@ -47,7 +47,9 @@ _REJECTED = {
 
 
 class Module(NamedTuple):
-    """What an adapter does to one module: the rank of its matrices, and the factor of their product."""
+    """The settings of an adapter for one module: the rank of its matrices, and the factor of their
+    product.
+    """
 
     rank: int
     scale: float

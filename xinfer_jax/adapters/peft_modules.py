@@ -64,7 +64,9 @@ class PeftModule(NamedTuple):
         return self.paths[0].endswith(".router")
 
     def is_linear(self, is_stored: bool) -> bool:
-        """Whether "all-linear" means it; of a mixture's that depends on the version of transformers."""
+        """Returns True if "all-linear" includes the module. For modules of a mixture of experts, this depends
+        on the version of transformers.
+        """
         is_of_mixture = self.is_router or self.expert is not None
         return not (self.is_embedding or self.paths == [HEAD]) and (is_stored or not is_of_mixture)
 
@@ -113,7 +115,7 @@ class PeftModule(NamedTuple):
         return dict(zip(self.tensors, (b[::-1], a[::-1]) if self.is_embedding else (a, b), strict=True))
 
     def matrices(self, a: np.ndarray, b: np.ndarray) -> dict[str, LowRank]:
-        """What its pair of tensors adds to each of its matrices."""
+        """Returns the low-rank matrices that a pair of tensors adds to each matrix of the module, by path."""
         (a, b) = (b.T, a.T) if self.is_embedding else (a, b)
         if X := self.num_experts:
             a = a.reshape(X, -1, a.shape[1])

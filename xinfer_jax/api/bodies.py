@@ -65,7 +65,7 @@ class ParsedBody:
 
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
-    """How a response is sent."""
+    """The settings that say how a response is sent."""
 
     streamed: bool
     usage: bool  # a last chunk has the usage
@@ -224,7 +224,7 @@ def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
 
 
 def _requested_max_tokens(fields: Fields) -> int | None:
-    """How many tokens the body asks for; None: it does not say."""
+    """Returns the number of tokens that the body asks for, or None if the body does not say."""
     least = 0 if fields.boolean("echo") else 1
     for name in ("max_completion_tokens", "max_tokens"):
         if (value := fields.integer(name, least, 2**31 - 1)) is not None:
@@ -240,7 +240,7 @@ def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
 
 
 def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:
-    """How many alternatives to return; None: no log-probabilities."""
+    """Returns the number of alternatives to return, or None if no log-probabilities are returned."""
     if kind != "chat":
         found = fields.integer("logprobs", 0, 20)
         return default if found is None and kind == "plain" else found

@@ -190,5 +190,5 @@ class Fields:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string that UTF-8 can encode, without half a surrogate pair."""
+    """Returns True if a value is a string that UTF-8 can encode. Half a surrogate pair cannot be encoded."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value

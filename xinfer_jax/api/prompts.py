@@ -110,7 +110,7 @@ class PromptEncoder:
 
     @property
     def _truncates(self) -> bool:
-        """Whether prompts that are too long are truncated."""
+        """Returns True if prompts that are too long are truncated."""
         return self._fields.values.get("truncate_prompt_tokens") is not None
 
     def _truncate(self, ids: list[int], max_prompt_tokens: int) -> list[int]:

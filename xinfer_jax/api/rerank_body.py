@@ -27,7 +27,7 @@ class Pairs:
     documents: list[list[int]]  # what follows the query, to its end
 
     def lengths(self) -> list[int]:
-        """How many tokens each pair has."""
+        """Returns the number of tokens of each pair."""
         return [len(query) + len(rest) for query, rest in zip(self.queries, self.documents, strict=True)]
 
     def rows(self, at: slice) -> list[list[int]]:
@@ -126,7 +126,7 @@ def _encoder(model: Model, fields: Fields, escape: bool) -> RerankEncoder:
 
 
 def _named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns. An InputError gets the name of the field at fault."""
+    """Calls the function and returns its result. An `InputError` gets the name of the field at fault."""
     with errors_of(name):
         return function(*arguments)
 

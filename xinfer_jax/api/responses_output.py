@@ -1,4 +1,4 @@
-"""What a chat answers, in the form of OpenAI's Responses API: items of output, and events of a stream."""
+"""The answers of a chat in the form of OpenAI's Responses API: items of output, and events of a stream."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -146,7 +146,7 @@ def _part(kind: str, text: str, entries: list[dict[str, Any]] | None) -> dict[st
 
 
 def _is_object(text: str) -> bool:
-    """Whether the arguments of a call are complete."""
+    """Returns True if the text is a complete JSON object, so the arguments of a call are complete."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -37,7 +37,9 @@ class Tiles(NamedTuple):
 
 
 def is_tiled(expert_MU: jax.Array, config: ModelConfig) -> bool:
-    """Whether tiles are faster than every expert for all tokens: that costs up to 3 rows per choice."""
+    """Returns True if tiles are faster than running every expert on all tokens. Tiles cost up to 3 rows per
+    choice.
+    """
     size = expert_MU.size
     return isinstance(size, int) and size >= config.num_experts >= 4 * config.num_experts_per_tok
 

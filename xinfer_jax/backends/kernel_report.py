@@ -82,7 +82,7 @@ def kernels_used(
 def _mixer_operands(
     params: Params, config: ModelConfig, rows: int, dtype: Any, caches: tuple[Any, ...]
 ) -> dict[str, list[tuple[Any, ...]]]:
-    """By kernel the operands of each mixer that it may serve."""
+    """Returns, for each kernel, the operands of each mixer that the kernel may serve."""
     found: dict[str, list[tuple[Any, ...]]] = {}
     for index, layer in enumerate(params["layers"]):
         for mixer, cache in zip(config.mixers(index), config.caches_of_layers[index], strict=True):

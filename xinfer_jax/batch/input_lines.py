@@ -44,7 +44,9 @@ def identity_digest(identity: int | str) -> bytes:
 
 
 def json_default(value: Any) -> Any:
-    """For `json.dumps(default=)`: arrays as lists, their scalars as numbers, other objects as their repr."""
+    """Converts a value for `json.dumps(default=)`: arrays to lists, their scalars to numbers, other objects
+    to their repr.
+    """
     return value.tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else repr(value)
 
 

@@ -40,7 +40,7 @@ def line_key(seed: int, identity: int | str) -> jax.Array:
 
 
 def default_model_names(model: Model) -> tuple[str, ...]:
-    """What `model_names` of `generate_file` are without any."""
+    """Returns the `model_names` that `generate_file` uses if the caller gives none."""
     return tuple(dict.fromkeys(filter(None, (Path(model.name).name, model.name, model.config.model_type))))
 
 
@@ -102,7 +102,7 @@ class LineRequest:
 
     @property
     def started(self) -> bool:
-        """Whether the engine has prefilled any of it."""
+        """Returns True if the engine has prefilled any part of the line."""
         return any("prefill" in request.times for request in self.requests)
 
     def output_line(self) -> bytes:

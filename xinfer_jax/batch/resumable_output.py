@@ -154,7 +154,7 @@ def check_output(output: str | Path) -> None:
 
 
 def matches_record(record: Any, number: int, digest: bytes) -> bool:
-    """Whether a record is of the line with this number and digest."""
+    """Returns True if a record belongs to the line with this number and digest."""
     return bool(record["number"] == number) and bytes(record["digest"]) == digest
 
 

@@ -182,8 +182,8 @@ def generate_file(  # noqa: PLR0913  a public function
 
 
 def follow_file(model: Model, **engine: Unpack[EngineSettings]) -> None:
-    """What every process other than process 0 calls while process 0 runs `generate_file`, with the same
-    model and engine.
+    """Takes part in `generate_file`. Every process except process 0 calls it, with the same model and engine,
+    while process 0 runs `generate_file`.
     """
     fingerprint(model.params, model.config)  # a collective computation: all processes must take part
     LocalEngine(model, **engine).follow()

@@ -59,7 +59,9 @@ def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
 
 
 def _machine() -> dict[str, Any]:
-    """What else the last bits depend on. A run may continue where it differs."""
+    """Returns the other things on which the last bits of results depend. A run may continue on a machine that
+    differs in them.
+    """
     device = jax.devices()[0]
     features = " ".join(cpu_features.numerics_features()) if device.platform == "cpu" else None
     return dict(xinfer_jax=__version__, jax=jax.__version__, device=device.device_kind, cpu=features)

@@ -44,7 +44,7 @@ class Contiguous(LayerCache):
 
     @property
     def dtype_name(self) -> str:
-        """Of keys and values, as `init_cache` takes it."""
+        """The dtype of keys and values, by the name that `init_cache` takes."""
         return dtype_name(self.k)
 
     @property

@@ -10,11 +10,11 @@ from .stored_kv import empty_pair
 
 
 class LayerCache(ShortRepr):
-    """What every layer cache can do. A kind is a pytree, a frozen dataclass whose arrays begin with the rows,
-    or with pages.
+    """The interface of every layer cache. A kind of cache is a pytree: a frozen dataclass whose arrays begin
+    with an axis of rows, or of pages.
 
     Caches with keys and values are `Contiguous` (`append`, `get_block`) or a subclass. A mixer makes its own
-    (`Mixer.empty_cache`).
+    cache (`Mixer.empty_cache`).
     """
 
     has_keys: ClassVar[bool] = True  # keys and values of each token; False: a state of fixed size
@@ -32,7 +32,9 @@ class LayerCache(ShortRepr):
 
     @property
     def limits(self) -> tuple:
-        """What decides on `can_truncate`, beside the lengths; (): rows can have any shorter length."""
+        """The values that, together with the lengths, decide on `can_truncate`. If it is (), rows can have
+        any shorter length.
+        """
         return ()
 
     def describe_limits(self) -> str:

@@ -171,7 +171,9 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
 
 
 def _file_dtype(dtype: Any) -> np.dtype:
-    """How a file has it: float types of one and two bytes as the bits that they are."""
+    """Returns the dtype of an array in a file. Float types of one and two bytes are stored as unsigned
+    integers with the same bits.
+    """
     bits: Any = {1: np.uint8, 2: np.uint16}
     return np.dtype(bits.get(dtype.itemsize, dtype))
 
@@ -192,7 +194,7 @@ def _factors(config: ModelConfig) -> tuple[tuple[float, ...], ...]:
 
 
 def _are_integers(values: Any, least: int, most: int | None) -> bool:
-    """Whether it is a list of integers within these limits."""
+    """Returns True if the value is a list of integers within these limits."""
     return isinstance(values, list) and all(
         type(x) is int and least <= x and (most is None or x <= most) for x in values
     )

@@ -31,8 +31,9 @@ class SideBySideKV(StoredKV):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """Whether new caches of this process are side by side: on TPUs, in a float type or "int8". No TPU
-        kernel reads the other formats. Like the choice of kernels, this does not depend on a call's device.
+        """Returns True if new caches of this process store keys and values side by side. This holds on TPUs,
+        in a float type or "int8": no TPU kernel reads the other formats. Like the choice of kernels, the
+        result does not depend on the device of a call.
         """
         if not _is_int8(dtype) and quantized_dtype(dtype) is not None:
             return False

@@ -1,7 +1,8 @@
-"""How a layer stores its keys and values: cache dtypes, and what layer caches do with any of them.
+"""Storage of the keys and values of a layer: cache dtypes, and the operations of layer caches on any of them.
 
-A layer cache has a pair (k, v). Each is an array, or a `StoredKV`, whose kinds are plugged in by name; or k
-has both, and v is None. The functions here take any of these, so layer caches need not know which they have.
+A layer cache has a pair (k, v). Each is an array, or a `StoredKV`, whose kinds are plugged in by name. In
+some caches k has both, and v is None. The functions here take any of these, so layer caches need not know
+which one they have.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class StoredKV(ShortRepr):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of `values`."""
+        """The dtype of `values`."""
         return self.values.dtype
 
     def map_slots(self, function: Callable, *others: Self) -> Self:
@@ -49,7 +50,9 @@ class StoredKV(ShortRepr):
         return dataclasses.replace(self, **parts)
 
     def of_rows(self, cut: Callable) -> Self:
-        """What belongs to a row and has no slots, cut by a function of an array and its number of slots."""
+        """Applies `cut` to the arrays that belong to a row and have no slots. `cut` takes an array and its
+        number of slots.
+        """
         return self
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
@@ -63,11 +66,11 @@ class StoredKV(ShortRepr):
         raise NotImplementedError
 
     def kernel_array(self) -> Any:
-        """What kernels read; None: there are none for it."""
+        """The array that kernels read. None: there are no kernels for this kind."""
         return None
 
     def with_kernel_array(self, array: Any) -> Self:
-        """What has this array as its `kernel_array`."""
+        """Returns the keys or values whose `kernel_array` is this array."""
         return dataclasses.replace(self, values=array.values, scale=array.scale)
 
     def separate(self) -> tuple[Any, Any]:
@@ -75,7 +78,7 @@ class StoredKV(ShortRepr):
         raise NotImplementedError
 
     def join(self, k: Any, v: Any) -> Self:
-        """What `separate` returned, in this form."""
+        """Joins the pair that `separate` returned, and returns it in this form."""
         raise NotImplementedError
 
 
@@ -119,7 +122,7 @@ def check_head_dim(width: int, dtype: Any) -> None:
 
 
 def stores_side_by_side(dtype: Any) -> bool:
-    """Whether new caches of this process store keys and values side by side."""
+    """Returns True if new caches of this process store keys and values side by side."""
     kind = plugin("cache form", "side by side")
     return kind is not None and kind.serves(dtype)
 
@@ -145,7 +148,7 @@ def dtype_name(x: Stored) -> str:
 
 
 def is_quantized_kv(x: Stored) -> bool:
-    """Whether its dtype is no float type."""
+    """Returns True if the keys or values have a dtype that is no float type."""
     return quantized_dtype(dtype_name(x)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Where the config of a checkpoint differs from that of a model."""
+"""The differences between the config of a checkpoint and the config of a model."""
 
 import dataclasses
 from contextlib import suppress
@@ -32,7 +32,7 @@ def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDif
 
 
 def _first_difference(name: str, a: Any, b: Any) -> ConfigDifference:
-    """Where two unequal values first differ. name: of the field that has them."""
+    """Returns the first difference of two unequal values. name: the field that has the values."""
     pairs = []
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         names = [field.name for field in dataclasses.fields(a) if field.compare]

@@ -23,7 +23,7 @@ from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_m
 
 
 class OpenedFiles(NamedTuple):
-    """What the files of a checkpoint say; weights are not read."""
+    """The content of the files of a checkpoint. The weights are not read yet."""
 
     config: ModelConfig
     tensors: dict[str, Any]  # by Hugging Face name

@@ -1,4 +1,5 @@
-"""How a sentence-transformers checkpoint makes a vector of a text: modules.json and what it names.
+"""The settings by which a sentence-transformers checkpoint makes a vector of a text. They are in modules.json
+and in the files that it names.
 
 Source: sentence-transformers 6.2, base/modules/transformer.py and sentence_transformer/model.py.
 """
@@ -41,7 +42,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingModules:
-    """What comes before the model and after it."""
+    """The steps before the model and after it."""
 
     pooling: str  # "mean", "last" or "first": the tokens of a text that are taken
     dense: tuple[Dense, ...]

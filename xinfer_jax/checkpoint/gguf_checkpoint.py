@@ -136,8 +136,9 @@ def _number(own: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any]) -> Settings | None:
-    """As llama.cpp reads it: without a type it is linear, and `attn_factor` multiplies yarn's own factor. A
-    tensor has the divisors of llama's frequencies; gemma4's says only which pairs are rotated.
+    """Returns the scaling of RoPE, as llama.cpp reads it. Scaling without a type is linear, and `attn_factor`
+    multiplies yarn's own factor. For llama, a tensor has the divisors of the frequencies. The tensor of
+    gemma4 only says which pairs are rotated.
     """
     kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
@@ -263,7 +264,9 @@ def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
 
 
 def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    """Without a scaling its family would have the published one."""
+    """Returns the settings of gpt-oss. It always sets `rope_scaling`: without a scaling, the family would use
+    the published one.
+    """
     if own.get("rope.freq_base_swa", settings["rope_theta"]) != settings["rope_theta"]:
         raise InputError("rope.freq_base_swa other than rope.freq_base is not supported")
     return dict(

@@ -105,9 +105,11 @@ class LeafLoader:
         return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
-        """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a stored number may be of several parts; the devices do not divide a
-        vocabulary.
+        """Returns True if a leaf is read whole and split in memory. There are three reasons:
+
+        - Slices along the inputs depend on each other, since they share scales or an order.
+        - A stored number may belong to several parts.
+        - The number of devices does not divide the vocabulary.
         """
         if quantized and self.quant_format and self.quant_format.is_read_whole:
             return True

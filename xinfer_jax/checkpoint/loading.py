@@ -129,7 +129,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """What `open_checkpoint` returns: every shape is known, the weights are not read yet."""
+    """The result of `open_checkpoint`: every shape is known, and the weights are not read yet."""
 
     model: Model  # as `read` returns it, but the leaves of `params` are `jax.ShapeDtypeStruct`
     _read: Callable[[], Params]

@@ -28,7 +28,9 @@ _Spec = TypeVar("_Spec", bound=ParamSpec)
 
 
 class LeafPartition(NamedTuple):
-    """How a tensor is split into parts along its outputs (axis 0), its inputs (1) or not at all (None)."""
+    """The split of a tensor into parts: along its outputs (axis 0), along its inputs (axis 1), or no split
+    (axis None).
+    """
 
     num_parts: int
     axis: int | None
@@ -43,7 +45,9 @@ class LeafPartition(NamedTuple):
         return dataclasses.replace(spec, shape=tuple(shape))
 
     def slice_parts(self, stored: list[StoredTensor], i: int) -> list[StoredTensor]:
-        """What belongs to part i: some of the experts' tensors, or a slice of the single tensor."""
+        """Returns the stored tensors of part i: some of the experts' tensors, or a slice of the single
+        tensor.
+        """
         if self.axis is None or not stored:
             return stored
         if len(stored) > 1 or len(stored[0].shape) == 3:
@@ -79,7 +83,9 @@ class LeafPartition(NamedTuple):
 
 
 def leaf_partition(spec: ParamSpec, devices: int) -> LeafPartition:
-    """How a leaf is split over the devices of a mesh. spec: before key/value heads are repeated."""
+    """Returns the split of a leaf over the devices of a mesh. spec: the spec before key/value heads are
+    repeated.
+    """
     axis = next((axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL), None)
     if axis is None:
         return LeafPartition(1, None, devices)

@@ -171,7 +171,7 @@ class FlagParser:
         return re.sub(r"\b[a-z_]+\b", lambda word: flag_of.get(word[0], word[0]), str(message))
 
     def is_set(self, name: str) -> bool:
-        """Whether a flag has a value other than its default."""
+        """Returns True if a flag has a value other than its default."""
         return self.values[name].value != self.values[name].default
 
     def _help(self) -> str:

@@ -63,8 +63,8 @@ def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -
 
 
 def install_signal_handlers(*signals: signal.Signals) -> None:
-    """From now on Ctrl-C ends the process with 130, and further signals with 128 + their number. A signal
-    that was ignored (as in a background job) stays ignored.
+    """Installs handlers, so that Ctrl-C ends the process with exit code 130, and the given signals end it
+    with 128 plus their number. A signal that was ignored, for example in a background job, stays ignored.
     """
     for number in (signal.SIGINT, *signals):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -243,7 +243,7 @@ def _attention_output(
 
 
 def _is_token(x_BTI: jax.Array, calibration: _Calibration) -> jax.Array:
-    """Which positions are tokens, not padding, bool [B, T, 1]."""
+    """Returns True at positions of tokens and False at padding, bool [B, T, 1]."""
     return (jnp.arange(x_BTI.shape[1]) < calibration.length_B[:, None])[..., None]
 
 

@@ -22,7 +22,9 @@ class FeedForwardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RouterSpec:
-    """What chooses the experts of each token. `plugins.TABLE` has the `Router` of each kind."""
+    """The settings of a router, which chooses the experts of each token. `plugins.TABLE` has the `Router` of
+    each kind.
+    """
 
     kind: ClassVar[str]
 

@@ -213,12 +213,14 @@ jax.tree_util.register_pytree_with_keys(ModelConfig, flatten_config, lambda aux,
 
 
 def is_config(node: object) -> bool:
-    """Whether a node of a pytree is a config. As a leaf it is compared by `==`, without the EOS ids."""
+    """Returns True if a node of a pytree is a config. As a leaf, a config is compared by `==`, without the
+    EOS ids.
+    """
     return isinstance(node, ModelConfig)
 
 
 def _has_cache(spec: Any) -> bool:
-    """Whether a mixer has a cache of its own."""
+    """Returns True if a mixer has its own cache."""
     return not getattr(spec, "shares_kv", False)
 
 

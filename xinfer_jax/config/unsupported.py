@@ -1,4 +1,4 @@
-"""What is not supported for models with some parts: every such check asks the parts."""
+"""Checks of features that models with some parts do not support. Every such check asks the parts."""
 
 from collections.abc import Iterator
 

@@ -1,10 +1,13 @@
-"""Whose row goes first: clients share the slots equally and, within their shares, the work of the model.
+"""The order of rows by client: clients share the slots equally and, within their shares, the work of the
+model.
 
-The tokens computed for each client are counted, and of two clients the one with fewer goes first (virtual
-token counter; Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). When a client without
-waiting rows submits one, its counter is raised to the smallest counter of the clients with waiting rows, or,
-if there are none, to that of the client that had the last waiting row. So a client saves up nothing while it
-is idle, and pays nothing for tokens computed while no other client waited.
+The engine counts the tokens that it computes for each client. Between two clients, the one with fewer tokens
+goes first (virtual token counter; Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
+
+When a client without waiting rows submits one, its counter is raised to the smallest counter of the clients
+with waiting rows. If there are none, it is raised to the counter of the client that had the last waiting row.
+So a client saves up nothing while it is idle, and pays nothing for tokens that were computed while no other
+client waited.
 """
 
 import dataclasses

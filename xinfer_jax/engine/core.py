@@ -109,7 +109,7 @@ class EngineCore:
         self._notify(requests)
 
     def hold(self, holds: bool) -> None:
-        """From now on no answer starts; holds: False: they do again."""
+        """Holds back new answers: no answer starts until `hold(False)` is called."""
         self._holds = holds
         for answer in self.answers.values() if holds else ():
             if not answer.has_begun and answer not in self._held:
@@ -118,7 +118,7 @@ class EngineCore:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all answers that had started when `hold` was called have ended."""
+        """Returns True if all answers that had started when `hold` was called have ended."""
         return not any(answer.has_begun for answer in list(self.answers.values()))
 
     def restart(self, answer: Answer) -> None:
@@ -173,7 +173,7 @@ class EngineCore:
 
     @property
     def _is_live(self) -> bool:
-        """Whether a caller may stream a running row, and other requests may come meanwhile."""
+        """Returns True if a caller may stream a running row, and other requests may come meanwhile."""
         return any(self.answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
@@ -436,7 +436,9 @@ class EngineCore:
 
 
 def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:
-    """What the device makes the row of an answer of. masks_BQW: of all slots, where a row has masks."""
+    """Returns the values from which the device makes the row of an answer. masks_BQW: the masks of all slots.
+    They are read if the row has masks.
+    """
     call = answer.request.call
     dfa = answer.matcher and answer.matcher.dfa
     masks_QW = None
@@ -459,5 +461,5 @@ def _with_masks(answers: Iterable[Answer]) -> list[Answer]:
 
 
 def _has_masks(answer: Answer) -> bool:
-    """Whether the masks of its next token are computed, or it needs none."""
+    """Returns True if the masks of the answer's next token are computed, or if the answer needs none."""
     return not isinstance(answer.matcher, Matcher) or answer.matcher.wait()

@@ -33,14 +33,14 @@ _LOGITS_TOKENS = 16  # tokens of a prompt whose logits exist at the same time
 
 
 class CacheArrays(NamedTuple):
-    """What the caches of all slots are made of."""
+    """The arrays of which the caches of all slots consist."""
 
     pools: Any  # (k, v) of each mixer with keys, and of routes if they are recorded
     states: Any  # the cache of each mixer without keys
 
 
 class RowSteps(NamedTuple):
-    """How the rows of an engine sample tokens, which decides on the program."""
+    """The settings by which the rows of an engine sample tokens. They decide on the program."""
 
     strategy: Any  # `Plain`, or `Speculative` by prompt lookup
     capacity: int
@@ -48,7 +48,7 @@ class RowSteps(NamedTuple):
 
 
 class RowsCall(NamedTuple):
-    """What differs between two calls that sample tokens of an engine's rows."""
+    """The arguments that differ between two calls that sample tokens of an engine's rows."""
 
     running_B: Any  # bool: the rows that take part
     wanted_B: Any  # bool: the rows whose alternatives are recorded
@@ -157,7 +157,9 @@ def _with_leaves(rows: DecodeState, leaves: dict[int, Any]) -> DecodeState:
 
 
 def _begin_call(rows, running_B, wanted_B, recorded):
-    """What `_begin` needs, in arrays of their own: the other leaves of the rows stay where they are."""
+    """Returns the leaves that `_begin` needs, in arrays of their own. The other leaves of the rows stay where
+    they are.
+    """
     (B, V) = rows.context.seen_BV.shape
     active_B = rows.active_B & running_B
     selected = dataclasses.replace(

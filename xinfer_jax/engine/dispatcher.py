@@ -25,7 +25,7 @@ from .row import Row
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """What an endpoint does for an answer."""
+    """The work of an endpoint for an answer."""
 
     ticket: int
     endpoint: Any  # with the methods and attributes of `EngineEndpoint`: of this process, or of another

@@ -133,7 +133,7 @@ class EngineEndpoint:
             self._engine.call_soon(lambda: call(work.answer))
 
     def _report(self, ticket: int) -> None:
-        """On the engine's thread: sends what is new of an answer."""
+        """Sends the new part of an answer. Runs on the engine's thread."""
         work = self._answers.get(ticket)
         if work is None or work.ended or self.error is not None:
             return
@@ -152,10 +152,12 @@ class EngineEndpoint:
 
 
 class RoleCore(EngineCore):
-    """What both roles need to move rows."""
+    """The methods that both roles need to move rows."""
 
     def example_row(self) -> Any:
-        """What `PrefillCore.send` delivers: the state with recurrent states, and here one group of pages."""
+        """Returns an example of the values that `PrefillCore.send` delivers: the state with recurrent states,
+        and one group of pages.
+        """
         return self.device.get_row(0), self.device.copy_pages([0])[0]
 
     @cached_property
@@ -252,7 +254,9 @@ class DecodeCore(RoleCore):
         self._outdated: set[Answer] = set()  # whose keys are computed anew once they have arrived
 
     def expect(self, answer: Answer, emit: Callable[..., None]) -> None:
-        """Before `add`: the row's state and pages are elsewhere. emit: reports an event of its row."""
+        """Notes that the row's state and pages are elsewhere. Call it before `add`. emit: a function that
+        reports an event of the row.
+        """
         self._swapped[answer] = ELSEWHERE
         self._emits[answer] = emit
 

@@ -183,8 +183,8 @@ class LocalEngine(EngineLoop):
 
     @property
     def last_step_time(self) -> float:
-        """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
-        compiled. Its thread takes a step a second at least.
+        """The time at which the last step ended, by time.monotonic(). While a step waits for a program that
+        is being compiled, it is the current time. The engine's thread takes at least one step per second.
         """
         if self._roles:
             return min(engine.last_step_time for engine in self._roles)

@@ -1,14 +1,15 @@
-"""What an engine has on its device: parameters, pages and rows, and the programs that change them. No row
-affects another.
+"""The arrays of an engine on its device (parameters, pages and rows), and the programs that change them. No
+row affects another.
 
 prefill chunk ─ prefill ─► pages; the last chunk's outputs ─ put_first, sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
 
-On one CPU the host calls the programs of each step (`LayerwiseExecutor`): what it compiles does not grow with
-the layers, greedy rows need no sampler, and another model width compiles nothing. Every token of a row comes
-from the same programs, whatever is compiled already: an engine never switches to the loop over the whole
-model, whose steps are faster once it is compiled, since the last bits of log-probabilities would change. Only
-draft tokens need that loop.
+On one CPU the host calls the programs of each step (`LayerwiseExecutor`). So the number of compiled programs
+does not grow with the layers, greedy rows need no sampler, and another model width compiles nothing.
+
+Every token of a row comes from the same programs, whatever is compiled already. The loop over the whole model
+has faster steps once it is compiled, but an engine never switches to it: the last bits of log-probabilities
+would change. Only draft tokens need that loop.
 """
 
 import dataclasses
@@ -239,7 +240,9 @@ class Device:
     def _rows_call(
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
     ) -> tuple[RowSteps, RowsCall]:
-        """How the rows in these slots sample. A program of the whole model decides itself what to record."""
+        """Returns the settings and arguments with which the rows in these slots sample. A program of the
+        whole model itself decides what it records.
+        """
         every_B = np.arange(self._shape.rows)
         most = 3 if self._shape.support else 2
         most = max(recorded.values(), default=0) if executor.host_steps else most
@@ -247,12 +250,14 @@ class Device:
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
-        """What prefills prompts and samples first tokens. greedy: the rows use no sampling setting."""
+        """Returns the executor that prefills prompts and samples first tokens. greedy: the rows use no
+        sampling setting.
+        """
         executor: Executor = self._executor_class(RunConfig(self._shape.impl), self._run, greedy)
         return executor
 
     def _decoder(self, greedy: bool) -> Executor:
-        """What decodes: draft tokens need the loop over the whole model."""
+        """Returns the executor that decodes. Draft tokens need the loop over the whole model."""
         if self._shape.num_draft_tokens:
             return TracedExecutor(RunConfig(self._shape.impl), self._run)
         return self._executor(greedy)
@@ -388,7 +393,7 @@ class Device:
             self._run_moves()
 
     def _run_moves(self) -> None:
-        """What a row needs that moves between engines."""
+        """Runs the programs that a row needs when it moves between engines."""
         self.copy_pages_in([0], self.copy_pages([0]))
         self.set_row(0, self.get_row(0))
 
@@ -397,7 +402,7 @@ class Device:
             self.set_adapter(0, path, None, None, 0.0)
 
     def _run_rare_calls(self) -> None:
-        """What preempted rows need."""
+        """Runs the programs that preempted rows need."""
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         if self._shape.snapshots:

@@ -233,13 +233,13 @@ class EngineLoop(Engine):
             self._condition.wait_for(lambda: self._stopping or self._has_work(), _WAIT_SECONDS)
 
     def _has_work(self) -> bool:
-        """Whether there is anything for a step but deadlines."""
+        """Returns True if a step has something to do. Deadlines do not count."""
         return bool(self._submitted or self._cancelled or self._calls or self.error)
 
 
 @contextmanager
 def _defer_interrupts() -> Iterator[None]:
-    """In the main thread, calls the handler of Ctrl-C only at the end of the `with` block."""
+    """Defers Ctrl-C: in the main thread, its handler is called only at the end of the `with` block."""
     handler = signal.getsignal(signal.SIGINT)
     deferred = list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -47,7 +47,7 @@ def with_adapters_read(model: Model, options: EngineOptions) -> EngineOptions:
 
 
 def _loaded(model: Model, adapter: Adapter | str | PathLike[str], max_rank: int | None) -> Adapter:
-    """What is not the path or hub name of an adapter stays as it is."""
+    """Loads an adapter if it is a path or a name on the hub. Returns an `Adapter` as it is."""
     if isinstance(adapter, str | PathLike):
         return load_adapter(model.config, os.fspath(adapter), base=model.name, max_rank=max_rank)
     return adapter

@@ -140,7 +140,9 @@ def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
 
 
 def _array(x: Any, dtype: Any = None) -> np.ndarray:
-    """As a NumPy array of this type; None: of JAX's for it. Raises where it cannot hold the numbers."""
+    """Converts a value to a NumPy array of this dtype. None: the dtype that JAX gives it. Raises
+    OverflowError if the dtype cannot hold the numbers.
+    """
     wide = np.asarray(x)
     with np.errstate(over="ignore"):
         array = wide.astype(dtype or jnp.result_type(x), casting="same_kind")

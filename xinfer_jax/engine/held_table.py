@@ -62,7 +62,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
         return _checked_mapping(given, what, self.find)
 
     def replace_all(self, held: Mapping[str, Held]) -> None:
-        """From now on it holds these."""
+        """Replaces all entries of the table."""
         self._held = held
 
 

@@ -15,7 +15,7 @@ COPIED_PAGES = 8  # that one program copies to host memory, or back
 
 
 class FoundPrefix(NamedTuple):
-    """Where consecutive pages of a prompt are: first those on the device, then in host memory, then in
+    """The places of consecutive pages of a prompt: first pages on the device, then in host memory, then in
     files.
     """
 
@@ -65,8 +65,8 @@ class HostTier:
         return FoundPrefix([], host_pages, found, list(rest[: len(found)]))
 
     def save(self, evicted: Sequence[tuple[int, list[bytes]]]) -> list[SavePages]:
-        """What saves pages that the device evicts, with their hashes; none that is saved already, and as many
-        of the others, those evicted last, as there is memory for.
+        """Returns the actions that save pages that the device evicts, with their hashes. Pages that are saved
+        already need no action. If memory is short, the pages that were evicted last are saved.
         """
         new = []
         for page, hashes in evicted:
@@ -83,7 +83,9 @@ class HostTier:
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
-        """What reads the pages of a row's prompt that are in files; None if there is no memory for any."""
+        """Returns the action that reads the pages of a row's prompt from files, or None if there is no memory
+        for any.
+        """
         self.pool.reuse(found.host_pages)  # they are not evicted for those in files
         count = min(len(found.names), self.pool.num_available)
         host_pages = self.pool.allocate(count)

@@ -67,7 +67,7 @@ class PageFiles:
         self._scan()
 
     def identify(self, **settings: Any) -> None:
-        """From now on, pages are those of a model and a form with these settings."""
+        """Sets the model and the form to which pages belong from now on."""
         self._identity = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
 
     def salt(self, salt: bytes) -> bytes:

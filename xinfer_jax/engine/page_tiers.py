@@ -33,7 +33,9 @@ class PageTiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` will have something to do soon: rows wait for files, or pages are being written."""
+        """Returns True if `step` will soon have something to do: rows wait for files, or pages are being
+        written.
+        """
         if not self._files:
             return False
         is_writing = self._files.num_writing or (self._unwritten and self._files.can_write)

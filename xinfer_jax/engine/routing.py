@@ -1,5 +1,5 @@
-"""What several engines need: their creation, each with a copy of the parameters, and which of them knows the
-beginning of a prompt.
+"""Functions for several engines: they create the engines, each with a copy of the parameters, and know which
+engine has the beginning of a prompt.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .row import Row
 
 
 class PromptRouter:
-    """Which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
+    """Chooses which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
 
     def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache

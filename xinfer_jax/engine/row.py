@@ -29,8 +29,8 @@ class HeldAdapter:
 
 
 class Variant(NamedTuple):
-    """How the model of a row differs from its engine's. adapter: by index, -1: none; factors: of the engine's
-    vectors, (): none.
+    """The difference between the model of a row and the model of its engine. adapter: the index of the row's
+    adapter, or -1 for none. factors: the factors of the engine's vectors, or () for none.
     """
 
     adapter: int = -1
@@ -77,28 +77,28 @@ class Row:
 
     @property
     def page_salt(self) -> bytes:
-        """What its pages depend on beside tokens and programs."""
+        """The bytes on which the row's pages depend, in addition to tokens and programs."""
         # No salt of a request begins with b"\xfe".
         return self.salt if self.adapter is None else b"\xfe" + self.adapter.digest + self.salt
 
     @property
     def variant(self) -> Variant:
-        """How its model differs from the engine's."""
+        """The difference between the row's model and the engine's model."""
         return Variant(-1 if self.adapter is None else self.adapter.index, self.factors)
 
     @property
     def is_new(self) -> bool:
-        """Whether it has had no slot yet."""
+        """Returns True if the row has had no slot yet."""
         return self.slot_time == math.inf
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the whole prompt is computed: the row decodes when it has a slot."""
+        """Returns True if the whole prompt is computed. The row then decodes when it has a slot."""
         return self.num_computed >= len(self.ids)
 
     @property
     def is_swapped_out(self) -> bool:
-        """Whether its pages are in host memory."""
+        """Returns True if the row's pages are in host memory."""
         return self.slot is None and self.num_computed > 0 and not self.ended
 
     @property

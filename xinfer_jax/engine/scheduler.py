@@ -1,6 +1,7 @@
-"""Which rows prefill, which decode, and in which pages: plain Python on the host, without arrays.
+"""The scheduler: it chooses the rows that prefill, the rows that decode, and their pages. It is plain Python
+on the host, without arrays.
 
-The engine executes the actions of `schedule` and `reserve_pages`, and reports what happened by
+The engine executes the actions of `schedule` and `reserve_pages`. It reports what happened by
 `record_prefill`, `record_decode`, `record_read` and `end`.
 """
 
@@ -206,7 +207,8 @@ class Scheduler:
         row.ended = True
 
     def set_moving(self, row: Row, moving: bool) -> None:
-        """Whether a row's pages are on the way from or to another engine, so it does not decode."""
+        """Sets whether a row's pages are on the way from or to another engine. A moving row does not
+        decode."""
         row.moving = moving
 
     def withdraw(self, row: Row) -> None:
@@ -229,7 +231,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _may_share(self, row: Row) -> bool:
-        """Whether other rows may find its pages."""
+        """Returns True if other rows may find the row's pages."""
         return self.prefix_cache and not row.factors
 
     def lend_pages(self, row: Row, tokens: int) -> list[Action]:
@@ -310,8 +312,8 @@ class Scheduler:
         return True
 
     def _fits(self, row: Row, hits: list[int], preempted: Sequence[Row] = ()) -> bool:
-        """Whether, once some rows are preempted, there is a slot, and pages for the prompt beyond its cached
-        ones, with one more for every row.
+        """Returns True if the row fits once some rows are preempted. It needs a slot, pages for the prompt
+        beyond its cached pages, and one more page for every row.
         """
         released = (page for other in preempted for page in other.pages)
         available = self.pool.num_available_after(released, hits)

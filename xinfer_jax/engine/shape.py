@@ -207,7 +207,9 @@ def _check_host_pages(model: Model, options: EngineOptions) -> None:
 
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
-    """What the bits of a page depend on, beside its tokens and the programs that wrote them."""
+    """Returns the settings on which the bits of a page depend, in addition to its tokens and the programs
+    that wrote them.
+    """
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
     pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype, None, shape.num_routes))
     mesh = concrete_mesh_of(params)

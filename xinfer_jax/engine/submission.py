@@ -281,14 +281,18 @@ class Engine:
 
     @property
     def missing(self) -> str:
-        """What there is not, so that no request can be answered now; "": nothing."""
+        """Returns the reason why no request can be answered now, for example "no decode process is
+        connected". It is "" if there is no reason.
+        """
         return ""
 
     def check_local(self, what: str) -> None:
         """Raises InputError where the engines are in other processes, which keep their weights."""
 
     def forget_prompts(self) -> None:
-        """After new weights: no engine has pages of earlier prompts."""
+        """Forgets the prompts that engines were given. Call it after new weights: no engine has pages of
+        earlier prompts.
+        """
 
     def submit(
         self,
@@ -421,13 +425,13 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine does now and did so far."""
+        """Returns the current state of the engine, and its counts so far."""
         engines: Sequence[Any] = self.engines
         return collect_stats(engines, [engine.counters for engine in engines])
 
     @property
     def alive(self) -> bool:
-        """Whether it can answer: no engine has failed or was closed."""
+        """Returns True if the engine can answer: no engine has failed or was closed."""
         return all(engine.error is None for engine in (*self.engines, self))
 
     def _start_all(self) -> None:
@@ -458,7 +462,7 @@ class Engine:
 
     @property
     def last_step_time(self) -> float:
-        """When its last step ended, by time.monotonic()."""
+        """The time at which its last step ended, by time.monotonic()."""
         return min(engine.last_step_time for engine in self.engines)
 
     def follow(self) -> bool:

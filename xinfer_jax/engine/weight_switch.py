@@ -59,7 +59,9 @@ class WeightSwitch:
     def _go_on(
         self, answer: Answer, recomputes: bool, version: int, adapter_version: int | None = None
     ) -> None:
-        """What becomes of an answer whose next tokens come from these versions (`Answer.record_version`)."""
+        """Continues an answer whose next tokens come from these versions (`Answer.record_version`). It
+        restarts the answer if its keys are recomputed.
+        """
         restarts = recomputes and answer.row.num_computed > 0
         if answer.has_begun:
             answer.record_version(self.version)  # it may have nothing but found pages

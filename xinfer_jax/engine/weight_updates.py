@@ -35,7 +35,7 @@ class WeightUpdates:
 
     @property
     def version(self) -> int:
-        """Of the weights: that of the last `update`."""
+        """The version of the weights, which the last `update` set."""
         version: int = self._owner.engines[0].core.weights.version
         return version
 

@@ -1,6 +1,7 @@
-"""Which form a CPU's matrix product takes: by the format of the matrix, the number of rows, and the CPU.
+"""The table that chooses the form of a CPU's matrix product by the format of the matrix, the number of rows,
+and the CPU.
 
-`scripts/bench_products.py` measures what the table says; the benchmarks' README has its figures.
+`scripts/bench_products.py` measures the entries of the table. The README of the benchmarks has the figures.
 """
 
 import jax

@@ -36,7 +36,7 @@ ARGMAX = Kernel(_select_argmax, lambda impl, logits_BV: kernels_pallas.run_kerne
 
 
 def can_fuse_head(params: Params, hidden_BD: jax.Array, run_config: RunConfig) -> bool:
-    """Whether `greedy_tokens` may run a kernel."""
+    """Returns True if `greedy_tokens` may run a kernel."""
     leaf = lm_head(params)
     if "bias" in leaf or abstract_mesh_of(leaf):
         return False

@@ -27,7 +27,7 @@ _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit
 
 
 class Operands(NamedTuple):
-    """What products read."""
+    """The operands of products."""
 
     x: Any  # [..., I]
     leaves: Sequence[Params]  # matrices that share x, with their biases
@@ -69,7 +69,7 @@ def _product(x: jax.Array, leaf: Params, dtype: Any, run_config: RunConfig) -> j
 
 
 def _is_adapted(weight: Any) -> bool:
-    """Whether it has adapters, and its inputs are not divided over devices."""
+    """Returns True if a matrix has adapters and its inputs are not divided over devices."""
     return isinstance(weight, AdaptedWeight) and weight.axis_name is None
 
 
