@@ -1,4 +1,4 @@
-"""What a model has to read and to compute at least."""
+"""The least number of bytes and operations that a model has to read and to compute."""
 
 import math
 from collections.abc import Sequence

@@ -228,7 +228,9 @@ def check_shapes(
 
 
 def _is_padded(spec: ParamSpec, shape: Shape) -> bool:
-    """Whether it is the shape of a matrix of the vocabulary with more rows, which divide it over a mesh."""
+    """Returns True if it is the shape of a matrix of the vocabulary with more rows, which divide it over a
+    mesh.
+    """
     return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
 
 
@@ -284,7 +286,7 @@ def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
 
 
 def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
-    """Of each axis of a leaf the one of the tensor that holds it."""
+    """Returns, for each axis of a leaf, the axis of the tensor that holds it."""
     if spec.depthwise:
         return [0, 2]
     swapped = inputs_first or spec.interleaved and len(spec.shape) > 2

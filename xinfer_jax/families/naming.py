@@ -70,8 +70,8 @@ class FileSpec(ParamSpec):
         return self.fused_name.replace("gate_up_proj", "down_proj")
 
     def has_inputs_first(self, tensors: Any) -> bool:
-        """Whether a checkpoint with these tensors has all experts in one, and their inputs first, as
-        published Qwen3-VL has: by the shape of down_proj.
+        """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs
+        first, as published Qwen3-VL does. The shape of down_proj decides.
         """
         if not isinstance(tensors, Mapping) or self.layout_name is None or self.fused_name is None:
             return False

@@ -48,7 +48,7 @@ def full_name(own: str, other: str) -> str:
 
 
 def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Of names within the text model, those that a checkpoint may have and that change nothing."""
+    """Returns those of the names within the text model that a checkpoint may have and that change nothing."""
     unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     return unused | load("family", config.model_type).unused(config, names)

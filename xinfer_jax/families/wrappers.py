@@ -47,8 +47,9 @@ def placeholder_ids(hf: Mapping[str, Any]) -> dict[int, str]:
 
 
 def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
-    """Whether the embedding is the head too if files have no head, and is not if they have one: config.json
-    does not say it, and its default, or the text model's settings, do. So transformers loads such a model.
+    """Returns True if the embedding is also the head in files without a head, and is not in files with one.
+    This is so if config.json does not decide, but its default or the settings of the text model do.
+    transformers loads such a model in this way.
     """
     kind = hf.get("model_type")
     text = hf.get("text_config")

@@ -83,7 +83,7 @@ class AwqGptqByModule(AwqGptqFormat):
         return dict(chain.from_iterable(tensors.items() for tensors in packed))
 
     def _of_module(self, name: str) -> AwqGptqFormat:
-        """How the matrix X.weight is stored."""
+        """Returns the format in which the matrix X.weight is stored."""
         own = name.removesuffix(".weight")
         names = (own, self.full_names.get(own, own))
         return next(form for pattern, form in self.rules if any(re.search(pattern, x) for x in names))

@@ -24,7 +24,7 @@ _FLOAT_TYPES = {"F16", "BF16", "F32"}
 
 @dataclasses.dataclass(frozen=True)
 class BitNetFormat(QuantizedFormat):
-    """By linear_class and quantization_mode."""
+    """The format of BitNet checkpoints, which depends on linear_class and quantization_mode."""
 
     method = "bitnet"
     methods = (method,)

@@ -32,7 +32,7 @@ _LONGEST = 1 << 12  # bytes of JSON
 
 
 class _State(NamedTuple):
-    """What the JSON of a matrix says."""
+    """The content of the JSON of a matrix."""
 
     block: int  # numbers that share a scale
     dtype: Any  # to which dequantized numbers are rounded

@@ -58,7 +58,7 @@ _GROUPS = {_NVFP4: 16, _MXFP4: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the modules of a group are stored."""
+    """The settings by which the modules of a group are stored."""
 
     targets: tuple[str, ...]
     format: str
@@ -290,5 +290,5 @@ def _read_scheme(group: Mapping[str, Any], format: Any) -> Scheme:
 
 
 def _is_target(x: Any) -> bool:
-    """Whether it is a name, a class or a regular expression, which takes little time."""
+    """Returns True if a value is a name, a class or a regular expression that takes little time."""
     return isinstance(x, str) and (not x.startswith("re:") or is_quick_pattern(x[3:]))

@@ -85,7 +85,7 @@ class Fp8Format(MatrixFormat):
 
 
 def is_of_activations(name: str) -> bool:
-    """Whether a tensor quantizes activations, which stay floats here."""
+    """Returns True if a tensor quantizes activations, which stay floats here."""
     return name.endswith(_OF_ACTIVATIONS)
 
 
@@ -156,16 +156,18 @@ def scaled_numbers(
 def scale_layout(
     stored: Shape, shape: Shape, block: Sequence[int] | None, has_block: bool = True
 ) -> tuple[Shape, tuple[int, int], tuple[int, int]]:
-    """How scales of a matrix, or of experts, lie: in blocks, one for each output, or one for all of them.
+    """Finds the layout of the scales of a matrix, or of experts: in blocks, one for each output, or one for
+    all outputs.
 
     Args:
-        stored: the shape in which they are stored.
-        shape: of the matrix.
-        block: rows and columns of a block; None: there are none.
-        has_block: False: there may be others than those of blocks.
+        stored: the shape in which the scales are stored.
+        shape: the shape of the matrix.
+        block: rows and columns of a block. None: there are no blocks.
+        has_block: False: the scales may have another layout than blocks.
 
     Returns:
-        the shape that they must have, rows and columns that share one, and their shape as a matrix.
+        The shape that the scales must have, the rows and columns that share one, and the shape of the scales
+            as a matrix.
     """
     (*experts, outputs, inputs) = shape
     count = math.prod(experts)

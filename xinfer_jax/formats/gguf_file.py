@@ -61,7 +61,7 @@ class GgufTensor(RowsAsTensor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its numbers are those of the file."""
+        """Returns True if the tensor's numbers are the numbers of the file."""
         return self.convert is None and self.factors is None
 
     @property

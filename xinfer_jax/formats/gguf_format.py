@@ -52,7 +52,7 @@ def gguf_form(
 
 
 def _columns(tensor: GgufTensor) -> np.ndarray:
-    """Which numbers of a row of the file it has."""
+    """Returns the columns of the file's rows that the tensor has."""
     return np.asarray(range(tensor.width) if tensor.columns is None else tensor.columns)
 
 

@@ -30,14 +30,14 @@ _NO_CONNECTION = "check the connection, or give a directory"
 
 @dataclasses.dataclass(frozen=True)
 class HubOptions:
-    """How the files of a repository on the hub are found.
+    """The options that say how the files of a repository on the hub are found.
 
     Attributes:
-        revision: a branch, a tag or a commit; None: the default branch. A directory has none.
-        token: an access token; True: the token of `hf auth login`; False: no token; None: the token of
-            `hf auth login` or of the environment variable HF_TOKEN, if there is one.
-        subfolder: the folder of the repository, or of a directory, that has the files; "": its root.
-        local_files_only: True: take only files that were downloaded before, and do not ask the hub.
+        revision: a branch, a tag or a commit. None: the default branch. A directory has no revision.
+        token: an access token. True: the token of `hf auth login`. False: no token. None: the token of `hf
+            auth login` or of the environment variable HF_TOKEN, if there is one.
+        subfolder: the folder of the repository, or of a directory, that has the files. "": its root.
+        local_files_only: True: only files that were downloaded before are taken, and the hub is not asked.
     """
 
     revision: str | None = None
@@ -75,7 +75,7 @@ class HubOptions:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing says where in a repository the files are."""
+        """Returns True if neither a revision nor a subfolder is given."""
         return self.revision is None and not self.subfolder
 
     def within(self, path: Path, noun: str, name: str) -> Path:
@@ -155,7 +155,7 @@ def checkpoint_path(
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its name."""
+    """Returns True if a path is a file whose name ends in ".gguf"."""
     return path.suffix.lower() == ".gguf" and os.path.isfile(path)
 
 

@@ -26,7 +26,7 @@ _FILES |= dict.fromkeys(("*.pth", "*.pt"), _FILES["*.bin"])
 
 
 def describe_files(names: Iterable[str], otherwise: str = _NO_WEIGHTS) -> str:
-    """What a directory of these files holds in place of a checkpoint, as the rest of a sentence."""
+    """Describes the files that a directory holds in place of a checkpoint, as the rest of a sentence."""
     names = list(names)
     for pattern, what in _FILES.items():
         if found := sorted(fnmatch.filter(names, pattern)):

@@ -73,7 +73,9 @@ class ScaledNumbers:
         return scales
 
     def per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
-        """What `scales`, `zeros` or `offsets` has of these rows and columns, once for each of them."""
+        """Reads `scales`, `zeros` or `offsets` for these rows and columns, and returns one value for each of
+        them.
+        """
         (height, _) = self.shape
         (matrix, row) = np.divmod(np.arange(rows.start, rows.stop), height)
         row = matrix * -(-height // self.block[0]) + row // self.block[0]
@@ -95,7 +97,9 @@ class ScaledTensor(RowsAsTensor):
     type: ClassVar = "F32"
 
     def rows(self, at: slice) -> slice:
-        """Where its rows are, of which every `step`-th is its own. at: on its first axis."""
+        """Returns the rows of the file that hold the tensor's rows. Every `step`-th of them belongs to the
+        tensor. at: a slice of the tensor's first axis.
+        """
         (first, end, _) = at.indices(self.shape[0])
         each = math.prod(self.shape[1:-1])
         last = self.first_row + (end * each - 1) * self.step
@@ -158,13 +162,13 @@ class MatrixFormat(StoredFormat):
 
 
 def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
+    """Returns those of these shapes that belong to matrices of `with_matrices`. Vectors are left out."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
 
 
 def is_quick_pattern(text: str) -> bool:
-    """Whether it is a regular expression that takes little time: without groups that are repeated."""
+    """Returns True if a text is a regular expression that takes little time: no group in it is repeated."""
     with contextlib.suppress(re.error):
         return bool(re.compile(text)) and not _SLOW.search(text) and len(re.findall(r"[*+{]", text)) < 9
     return False

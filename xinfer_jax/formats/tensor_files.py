@@ -56,7 +56,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def _bits(type: str) -> int:
-    """Of a number of this safetensors type."""
+    """Returns the number of bits of a number of this safetensors type."""
     return 8 if type == "BOOL" else int(re.findall("[0-9]+", type)[0])
 
 

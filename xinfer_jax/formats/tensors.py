@@ -177,9 +177,11 @@ Require = Callable[[bool, str], None]  # raises unless a setting, by its name, i
 
 
 class StoredFormat:
-    """How a checkpoint stores quantized matrices: the one object of a format. It recognizes its settings in
-    config.json, checks them, and reads and writes matrices. A matrix has its name X.weight, and its shape
-    [O, I]. `quantized_formats.FORMATS` lists the formats; no other file names one.
+    """A format of quantized matrices in a checkpoint. It recognizes its settings in config.json, checks them,
+    and reads and writes matrices. Each format is one object.
+
+    A matrix has its name X.weight, and its shape [O, I]. `quantized_formats.FORMATS` lists the formats, and
+    no other file names one.
     """
 
     methods: ClassVar[tuple[str, ...]]  # values of quant_method in config.json
@@ -238,13 +240,15 @@ class StoredFormat:
         )
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Whether a tensor can be ignored, as scales of activations can, which stay floats."""
+        """Returns True if a tensor can be ignored. For example, scales of activations can, because
+        activations stay floats.
+        """
         return False
 
 
 def is_listed(module: str, names: Iterable[str]) -> bool:
-    """Whether a name of `modules_to_not_convert` begins the module's, in whole components, or ends it:
-    transformers' rule.
+    """Returns True if a name of `modules_to_not_convert` is the beginning of the module's name, in whole
+    components, or its end. This is the rule of transformers.
     """
     return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in names)
 

@@ -85,7 +85,7 @@ class BatchGenerator:
             self._strategy = self._drafting.strategy
 
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
-        """What prefills and samples the first token, and what decodes."""
+        """Returns the executor that prefills and samples the first token, and the executor that decodes."""
         options = self._call.options
         if self._call.callers is not None or options.taps is not None:
             from ..sampling.caller_processors import guarded  # optional: functions of callers
@@ -255,10 +255,11 @@ class BatchGenerator:
         return self._sample(executor, executor.prefill(self._model, tokens, None).hidden)
 
     def output(self, stopped_at: int | None = None) -> GenerateOutput:
-        """What the call returns.
+        """Returns the output of the call.
 
         Args:
-            stopped_at: the caller stopped the call after so many tokens of each row: later ones do not count.
+            stopped_at: the number of tokens of each row after which the caller stopped the call. Later tokens
+                do not count.
         """
         call = self._call
         options = call.options

@@ -27,7 +27,7 @@ class BatchMatchers:
         self._counts = dict.fromkeys(self.matchers, 0)  # tokens that were followed
 
     def need_masks(self, active_R: np.ndarray) -> bool:
-        """Whether a row whose masks the host writes continues. active_R: bool."""
+        """Returns True if a row whose masks the host writes continues. active_R: bool."""
         return any(active_R[row] and one.dfa is None for row, one in self.matchers.items())
 
     def masks(

@@ -270,7 +270,7 @@ def _check(
 
 
 def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
-    """How many different sequences there are, or `enough` where there are more."""
+    """Returns the number of different sequences, or `enough` if there are more."""
     ended = 0
     running = 1
     for _ in range(max_tokens):

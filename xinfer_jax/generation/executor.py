@@ -40,7 +40,7 @@ run_program: Run = operator.call  # program(*args)
 
 
 def inline(program: Any, *args: Any) -> Any:
-    """What a jitted function returns, traced into the caller's program."""
+    """Traces a jitted function into the caller's program and returns its result."""
     return program.__wrapped__(*args)
 
 
@@ -66,21 +66,27 @@ class Executor(Protocol):
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
     ) -> ModelOutput[Any]:
-        """What the model returns for each row's last token: its `hidden` is what `logits` takes; the tokens
-        are appended to the cache, whose memory is reused. Without a cache the tokens are the whole rows.
-        chunk: tokens of a row per forward pass of an executor that runs few layers at once; 0:
-        `prefill_width`.
+        """Runs the model on the tokens and returns its output for each row's last token: `logits` takes its
+        `hidden`. The tokens are appended to the cache, whose memory is reused. Without a cache the tokens are
+        the whole rows.
+
+        Args:
+            model: the parameters, the config and the extras.
+            tokens: the tokens of the rows, with padding.
+            cache: the KV cache, or None.
+            chunk: tokens of a row per forward pass, for an executor that runs few layers at once. 0:
+                `prefill_width`.
         """
 
     def hidden(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None
     ) -> ModelOutput[Any]:
-        """What the model returns for each token of one chunk, hidden states [B, T, D]; without a cache of
-        whole rows.
+        """Returns the output of the model for each token of one chunk, with hidden states [B, T, D]. Without
+        a cache the chunk is whole rows.
         """
 
     def logits(self, model: RunnableModel, outputs: Any) -> Any:
-        """What `sample` and `search` take of the outputs of `prefill`."""
+        """Returns, from the outputs of `prefill`, the values that `sample` and `search` take."""
 
     def decode(
         self, strategy: Any, constants: tuple, carry: tuple, steps: Any, watched_B: Any = None

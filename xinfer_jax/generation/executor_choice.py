@@ -1,4 +1,6 @@
-"""Which executor runs the calls of `generate`, and how their programs are compiled ahead."""
+"""The choice of the executor that runs the calls of `generate`, and the compilation of its programs ahead of
+time.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -69,7 +69,7 @@ class Decoded(DecodeState):
 
 
 class _LoopArrays(NamedTuple):
-    """What `decode_loop` is given of its rows next to logits and cache."""
+    """The arrays of the rows that `decode_loop` gets in addition to logits and cache."""
 
     key_B: Any
     sampling_B: SamplingConfig

@@ -44,8 +44,9 @@ def prefill_chunks(
     chunk: int,
     run_config: RunConfig,
 ) -> ModelOutput[Any]:
-    """What the model returns for each row's last token; its `hidden` are logits [B, V]. A forward pass takes
-    `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
+    """Prefills in chunks, and returns the output of the model for each row's last token. Its `hidden` are
+    logits [B, V]. A forward pass takes `chunk` tokens of each row. Chunks that are all padding are skipped. A
+    row without tokens stays as it is.
     """
     num_tokens_B = inputs.num_tokens_B
     B, T = inputs.tokens_BT.shape
@@ -89,7 +90,7 @@ def prefill_uncached(
 
 @over_any_mesh
 def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> ModelOutput[Any]:
-    """What the model returns for each token; without a cache the inputs are whole rows."""
+    """Returns the output of the model for each token. Without a cache the inputs are whole rows."""
     return apply_model(params, config, inputs, cache, extras, run_config)
 
 

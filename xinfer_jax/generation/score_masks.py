@@ -1,4 +1,6 @@
-"""Which entries of `score` count: 0 at padding, NaN where an id that is no token was read."""
+"""Masks of the entries of `score`: entries at padding are 0, and entries that read an id that is no token are
+NaN.
+"""
 
 from collections.abc import Mapping
 from typing import Any

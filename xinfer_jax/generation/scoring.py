@@ -44,7 +44,7 @@ _MOST_LOGITS = 1 << 26  # of all tokens at the same time, where a loop over part
 
 
 class _ScoreArrays(NamedTuple):
-    """What `score` is given next to the model's inputs."""
+    """The arrays that `score` gets in addition to the model's inputs."""
 
     temperature_B11: Any  # None: 1
     reference: Params | None

@@ -40,7 +40,7 @@ _MAX_MATCH = 4  # tokens that prompt look-up compares at most
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculationState:
-    """What the carry of `Speculative` has beyond the state and the cache of the model."""
+    """The part of the carry of `Speculative` that is neither the state nor the cache of the model."""
 
     cache: KVCache | None  # of the draft model; None where a function proposes
     passes_B: jax.Array  # int32: forward passes of the model that each row took part in
@@ -48,7 +48,7 @@ class SpeculationState:
 
     @staticmethod
     def of_rows(rows: int, cache: KVCache | None = None) -> "SpeculationState":
-        """Before the first step."""
+        """Returns the state before the first step."""
         zeros_B: Any = np.zeros(rows, np.int32)
         return SpeculationState(cache, zeros_B, zeros_B)
 

@@ -78,7 +78,7 @@ class DecodeState(ShortRepr):
 
 
 class RowSettings(NamedTuple):
-    """What sampling needs of each row next to its tokens."""
+    """The settings that sampling needs of each row, in addition to its tokens."""
 
     key_B: Any  # uint32 [B, 2]: data of the PRNG keys
     sampling_B: SamplingConfig  # from `settings_per_row`

@@ -1,12 +1,16 @@
-"""What a decoding strategy is, and plain decoding, the simplest one.
+"""Decoding strategies: the interface, and plain decoding, the simplest one.
 
 A strategy says which model runs on which tokens, and what is made of the logits. It is written once, over an
-`Executor`: the traced one makes one program of all its steps, with the loop on the device; the layerwise one
-calls compiled programs from the host.
+`Executor`:
+
+- The traced executor makes one program of all steps of the strategy, with the loop on the device.
+- The layerwise executor calls compiled programs from the host.
 
 A strategy has only static fields, so it can be a static argument of jit. All arrays are in `constants`, which
-a step reads, and in `carry`, which a step replaces. The other strategies are `speculation.Speculative` and
-`beam_steps.BeamSearch`; the latter also has an `init`, because its first step turns prompts into beams.
+a step reads, and in `carry`, which a step replaces.
+
+The other strategies are `speculation.Speculative` and `beam_steps.BeamSearch`. `BeamSearch` also has an
+`init`, because its first step turns prompts into beams.
 """
 
 import abc
@@ -28,10 +32,10 @@ Carry = tuple[Any, ...]
 
 
 class Strategy(abc.ABC):
-    """How tokens are decoded: `Plain`, `Speculative` or `BeamSearch`.
+    """A decoding strategy: `Plain`, `Speculative` or `BeamSearch`.
 
     Attributes:
-        steps_ahead: steps that may run after the last row has ended; they change nothing.
+        steps_ahead: the number of steps that may run after the last row has ended. They change nothing.
     """
 
     steps_ahead: ClassVar[int] = 0
@@ -77,8 +81,8 @@ class Plain(Strategy):
 
 
 def goes_on(active_B: Any, watched_B: Any = None) -> Any:
-    """Whether a call takes another step: a row is active, and no watched one has ended. On the host too.
-    watched_B: bool; None: none is watched.
+    """Returns True if a call takes another step: a row is active, and no watched row has ended. It also works
+    on the host. watched_B: bool, or None if no row is watched.
     """
     any_active = active_B.any()
     return any_active if watched_B is None else any_active & ~(watched_B & ~active_B).any()

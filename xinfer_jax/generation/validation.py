@@ -56,7 +56,7 @@ class ValidatedCall:
 
     @functools.cached_property
     def greedy(self) -> bool:
-        """Whether every row takes its most likely token, without any logits processor."""
+        """Returns True if every row takes its most likely token, without any logits processor."""
         return not self.grammars and self.callers is None and takes_most_likely(self.sampling_B)
 
     @functools.cached_property
@@ -106,7 +106,9 @@ class ValidatedCall:
         return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
     def new_matcher(self, prompt: int) -> Any:
-        """What follows an answer to this prompt through its grammar; None without one."""
+        """Returns a matcher that follows an answer to this prompt through its grammar, or None without a
+        grammar.
+        """
         grammar = self.grammars[prompt] if self.grammars else None
         if grammar is None:
             return None

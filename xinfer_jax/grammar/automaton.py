@@ -91,7 +91,7 @@ class Automata:
         return jnp.where(allowed_BV | ~self.used_B[:, None], logits_BV, -jnp.inf)
 
     def append(self, token_B: jax.Array, active_B: jax.Array) -> "Automata":
-        """After a token of each active row."""
+        """Returns the automata after each active row has appended its token."""
         class_B1 = jnp.asarray(self.class_BV)[jnp.arange(len(token_B)), token_B][:, None]
         next_B = jnp.where(jnp.asarray(self.state_B) < 0, -1, self._next(class_B1)[:, 0])
         return dataclasses.replace(self, state_B=jnp.where(active_B & self.used_B, next_B, self.state_B))

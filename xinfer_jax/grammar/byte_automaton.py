@@ -1,4 +1,4 @@
-"""From the tree of a regular expression to a deterministic automaton over bytes of UTF-8."""
+"""Conversion of the tree of a regular expression to a deterministic automaton over bytes of UTF-8."""
 
 from collections.abc import Iterator, Sequence
 

@@ -84,7 +84,9 @@ class Vocabulary:
         return make_tokenizer(self.tokens, self.special)
 
     def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
-        """After what a grammar begins in the answer to a prompt; None: with the answer."""
+        """Returns the end of the reasoning after which a grammar begins in the answer to a prompt. None: the
+        grammar begins with the answer.
+        """
         end = grammar.reasoning_end
         if end is None or end == AUTO and self._generation_prompt is None:
             return None
@@ -110,13 +112,15 @@ class ReasoningEnd:
         self.call_end = next((i for i, mark in marks.items() if mark == CALL), -1)
 
     def ends(self, recent: list[int]) -> bool:
-        """Whether the last tokens have the end. recent: at most `most_tokens`."""
+        """Returns True if the last tokens contain the end. recent: at most `most_tokens`."""
         if self._text is not None:
             return self._text in self._tokenizer.decode(recent, skip_special_tokens=False)
         return self._header(recent) == ("final", None)
 
     def in_call(self, recent: list[int], before: bool) -> bool:
-        """Whether the last tokens are of a message to a function. before: the same without the last one."""
+        """Returns True if the last tokens belong to a message to a function. before: the result for the
+        tokens without the last one.
+        """
         mark = self._tokenizer.harmony_marks.get(recent[-1]) if self._text is None else None
         if mark != MESSAGE:
             return before and mark is None
@@ -131,7 +135,9 @@ class ReasoningEnd:
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:
-    """What the chat template puts before an answer that begins with reasoning; None: none does."""
+    """Returns the text that the chat template puts before an answer that begins with reasoning. None: the
+    template has no such text.
+    """
     template = tokenizer.chat_template or ""
     in_harmony = tokenizer.writes_harmony
     if THINK_END not in template and not in_harmony:

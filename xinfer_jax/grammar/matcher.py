@@ -45,11 +45,15 @@ class CompiledGrammar:
             self._vocabulary.matcher(grammar)
 
     def runs_on_device(self, prompt: Sequence[int]) -> bool:
-        """Whether answers to this prompt follow an automaton on the device; else masks of the host."""
+        """Returns True if answers to this prompt follow an automaton on the device. Otherwise the host makes
+        masks.
+        """
         return self._dfa is not None and self._vocabulary.reasoning_end(self._grammar, list(prompt)) is None
 
     def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher | DfaMatcher":
-        """For an answer to a prompt. end_ids: allowed where the grammar may end, and only there."""
+        """Returns a matcher for an answer to a prompt. end_ids: tokens that are allowed if the grammar may
+        end, and only then.
+        """
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
         if self._dfa is not None and waits_for is None:
             return DfaMatcher(self._dfa, end_ids)
@@ -90,7 +94,7 @@ class LocalMasks:
         self._next = ids, draft_ids
 
     def wait(self, seconds: float) -> bool:
-        """Whether `result` returns at once; waits for it at most so long."""
+        """Returns True if `result` returns at once. Waits for it, but at most this number of seconds."""
         return True
 
     def result(self) -> np.ndarray:
@@ -120,7 +124,7 @@ class Matcher:
 
     @property
     def seconds(self) -> float:
-        """That the last masks took beside other work."""
+        """The time that the last masks took while other work ran."""
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
@@ -140,7 +144,7 @@ class Matcher:
             self._masks.start(self._ids, drafts)
 
     def wait(self, seconds: float = 0.0) -> bool:
-        """Whether the masks are computed; waits for them at most so long."""
+        """Returns True if the masks are computed. Waits for them, but at most this number of seconds."""
         return not self._computes or self._masks.wait(seconds)
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
@@ -172,7 +176,7 @@ class Matcher:
             check_allowed(self._try_append(token))
 
     def _try_append(self, token: int) -> bool:
-        """Whether the token may come next. An EOS id ends the answer."""
+        """Appends a token, and returns True if it may come next. An EOS id ends the answer."""
         is_end = token in self._ends
         if (end := self._waits_for) is not None:
             is_allowed = not is_end or self._in_call and token == end.call_end

@@ -114,7 +114,9 @@ class _Job:
         self.quick_seconds = 0.0  # that it takes at most if it is quick
 
     def message(self, with_grammar: bool, pace: str) -> tuple[Any, ...]:
-        """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
+        """Returns the message that a process gets. with_grammar: the process does not know the grammar, and
+        compiles it.
+        """
         seconds = _CHECK_SECONDS if with_grammar else _MASK_SECONDS
         self.quick_seconds = quick_seconds(with_grammar, 1 + len(self._rest[2]))
         seconds = seconds if pace == SLOW else min(seconds, self.quick_seconds)

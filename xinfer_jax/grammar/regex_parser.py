@@ -155,7 +155,7 @@ def _one(code: int) -> Ranges:
 
 
 def _range(low: Ranges, high: Ranges) -> Ranges:
-    """From one character to another."""
+    """Returns the range from one character to another."""
     codes = [code for pair in (*low, *high) for code in pair]
     if len(codes) != 4 or codes[0] != codes[1] or codes[2] != codes[3] or codes[0] > codes[2]:
         raise NotRegularError("a range in a class that is none")

@@ -45,7 +45,7 @@ def _tells_apart(name: str, objects: list[Mapping[str, Any]]) -> bool:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """What a reference within the schema leads to; {}: it is not known."""
+    """Returns the schema to which a reference within the schema leads, or {} if it is not known."""
     for _ in range(_MOST_REFERENCES):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str) or not path.startswith("#/"):

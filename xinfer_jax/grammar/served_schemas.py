@@ -100,7 +100,7 @@ def _without_annotations(schema: Mapping[str, Any], kept: frozenset[str]) -> dic
 
 
 def _merges(node: Mapping[str, Any]) -> bool:
-    """Whether several schemas hold for one value of this one, or exactly one of several."""
+    """Returns True if several schemas hold for one value of this one, or exactly one of several."""
     applied = _APPLIED & {*node}
     all_of = node.get("allOf")
     if "oneOf" in node or len(applied) > 1 or isinstance(all_of, list) and len(all_of) > 1:
@@ -249,7 +249,7 @@ def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> No
 
 
 def _is_short(value: int | float) -> bool:
-    """Whether numbers of at most 9 decimals are never rounded to this one."""
+    """Returns True if numbers of at most 9 decimals are never rounded to this one."""
     number = Decimal(str(value))
     return abs(number) < 10**6 and number % Decimal(str(_SHORT)) == 0
 

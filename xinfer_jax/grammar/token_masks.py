@@ -139,7 +139,9 @@ def error_words(error: str) -> str:
 
 
 def _failed_part(kind: str, source: str, error: str) -> str:
-    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
+    """Names the grammar to which an error belongs, or the tool whose schema it concerns. The rule of a tool
+    has the tool's name in a comment.
+    """
     place = re.match(r"at (\d+)\(", error)
     if kind != "calls" or place is None:
         return f"the {kind} grammar"

@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def clients(self) -> set[str]:
-        """Whose jobs it does or has."""
+        """Returns the clients whose jobs the slot does or has."""
         return {self.client, *(job.client for job in self.jobs)} - {None}
 
 
@@ -106,7 +106,7 @@ class Turns:
         return job
 
     def end(self, slot: Slot, job: Any, seconds: float) -> None:
-        """What a job took, that was done or failed; 0: it did not begin."""
+        """Counts the time of a job that was done or failed. seconds: 0 if the job did not begin."""
         slot.client = None
         if not seconds:
             return

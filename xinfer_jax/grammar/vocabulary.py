@@ -63,7 +63,9 @@ def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 def _token_decoder(backend: Any) -> Callable[[str], bytes]:
-    """What gives the bytes of a token that was not added: byte-level, or with ▁ and <0xNN>."""
+    """Returns the function that gives the bytes of a token that was not added: byte-level, or with ▁ and
+    <0xNN>.
+    """
     settings = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else dict(decoders=[])
     )

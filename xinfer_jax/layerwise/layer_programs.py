@@ -26,7 +26,9 @@ _LONGEST_PERIOD = 8  # layers
 
 
 class LayersCall(NamedTuple):
-    """What the layers of a group take next to hidden states and caches, as `run_layers`."""
+    """The arguments that the layers of a group take in addition to hidden states and caches, as in
+    `run_layers`.
+    """
 
     positions: Positions
     inputs: tuple[LayerInputs, ...]
@@ -49,8 +51,8 @@ def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
 
 
 def _embed(params, config, extras, make_inputs, args, lengths, capacity):
-    """What the first layer takes of `make_inputs(lengths, *args)`, and the lengths of the cache after
-    them.
+    """Returns the inputs of the first layer, made from `make_inputs(lengths, *args)`, and the lengths of the
+    cache after these tokens.
     """
     inputs, lengths = make_inputs(lengths, *args)
     params = extras.adapted(params)

@@ -222,7 +222,7 @@ class LayerwiseExecutor:
 
 
 def _of_outer(extras: Extras) -> Extras:
-    """What the parts before the layers take: adapters."""
+    """Returns the extras that the parts before the layers take: adapters."""
     outer = {name: extras.adapters[name] for name in extras.adapters if name != "layers"}
     return Extras(adapters=outer, adapter_B=extras.adapter_B if outer else None)
 

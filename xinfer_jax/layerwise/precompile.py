@@ -43,7 +43,7 @@ class Precompiler:
             self._begin(program, args)[0].result()
 
     def is_compiled(self, program: Any, *args: Any) -> bool:
-        """Whether the program that these arguments need is compiled, and did not fail to."""
+        """Returns True if the program that these arguments need is compiled, and compiling did not fail."""
         seen = self._seen.get((program, call_signature(args)))
         return seen is not None and seen[0].done() and not _has_failed(seen[0])
 
@@ -110,7 +110,7 @@ class Precompiler:
 
 
 def _has_failed(future: Future[None]) -> bool:
-    """Whether it failed or was cancelled; waits for its end."""
+    """Returns True if compiling failed or was cancelled. Waits for its end."""
     try:
         return future.exception() is not None
     except CancelledError:

@@ -23,7 +23,7 @@ _MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
 
 
 class Scoring(NamedTuple):
-    """How scores are computed from queries and keys."""
+    """The settings by which scores are computed from queries and keys."""
 
     scale: float  # a factor on them
     soft_cap: float | None = None  # c: scores become c tanh(score / c)

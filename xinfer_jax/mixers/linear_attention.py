@@ -33,7 +33,7 @@ BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_nor
 
 
 class _Tokens(NamedTuple):
-    """What the delta rule reads of T tokens, float32."""
+    """The inputs of the delta rule for T tokens, float32."""
 
     q_BNTH: jax.Array
     k_BNTH: jax.Array
@@ -53,13 +53,13 @@ def mix(
     config: ModelConfig,
     spec: Any,
 ) -> tuple[jax.Array, Recurrent | None]:
-    """What the output product reads, [B, T, I], and the state after the new tokens.
+    """Returns the input of the output product, [B, T, I], and the state after the new tokens.
 
     Args:
-        products: queries, keys, values, gates z, b and a.
+        products: queries, keys, values, and the gates z, b and a.
         layer: the parameters in `BETWEEN_PRODUCTS`.
-        cache: the state before these tokens; None: they are the first ones.
-        start_B, num_tokens_B, first_BT: of `Positions`.
+        cache: the state before these tokens. None: they are the first tokens.
+        start_B, num_tokens_B, first_BT: the fields of `Positions`.
         config, spec: the model, and the mixer's `GatedDeltaSpec`.
     """
     *qkv, z_BTI, b_BTN, a_BTN = products
@@ -215,8 +215,8 @@ def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.
 def _tokens(
     layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array, first_BT=None
 ) -> _Tokens:
-    """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
-    length 1.
+    """Returns the inputs of the delta rule: the inputs after the convolution and the model's activation, with
+    queries and keys of length 1.
     """
     convolved = (convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
     q, k, v = map(activation(config), convolved)

@@ -98,7 +98,7 @@ class Mixer:
 
     @property
     def divided(self) -> tuple[Divided, ...]:
-        """What devices have to divide, beside the sizes of its parameters."""
+        """The sizes that devices have to divide, in addition to the sizes of the mixer's parameters."""
         return ()
 
     @property

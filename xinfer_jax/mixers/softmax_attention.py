@@ -66,8 +66,11 @@ class SoftmaxAttention(Mixer):
     def forward(
         self, params, x_BTD, positions, cache, run_config, before=None, residual=None
     ) -> tuple[jax.Array, Any]:
-        """Without a cache: the keys and values, in a model in which other layers use them. A layer that uses
-        those of another gets that layer's cache, and returns it unchanged.
+        """Runs attention. Returns the output and the cache.
+
+        Without a cache, it returns the keys and values in place of the cache if other layers of the model use
+        them. A layer that uses the keys and values of another layer gets that layer's cache, and returns it
+        unchanged.
         """
         spec = self.spec
         start_B: Any = positions.start_B  # not None if there is a cache
@@ -164,7 +167,7 @@ class SoftmaxAttention(Mixer):
         return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
 
     def scoring(self, params: Params) -> dict[str, Any]:
-        """What `attention` takes of a layer next to queries and keys."""
+        """Returns the arguments of a layer that `attention` takes in addition to queries and keys."""
         spec = self.spec
         scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or self.head_dim) ** -0.5
         sink_N = params["sinks"] if spec.sinks else None

@@ -34,11 +34,15 @@ class StateCache(LayerCache):
         return length_B >= (reached_B if self.base_B is None else jnp.minimum(self.base_B, reached_B))
 
     def holds_drafts(self, tokens: int) -> bool:
-        """Whether a call of so many tokens is stored in the draft slots. A single one never is."""
+        """Returns True if a call with this number of tokens is stored in the draft slots. A call with a
+        single token never is.
+        """
         return 1 < tokens <= self.draft_slots
 
     def has_draft_slots(self, count: int) -> bool:
-        """Whether it has so many draft slots. Raises InputError if it has some, but fewer."""
+        """Returns True if the cache has this number of draft slots. Raises InputError if it has some, but
+        fewer.
+        """
         if self.draft_slots and self.draft_slots < count:
             raise InputError(
                 f"this cache has {self.draft_slots} draft slots, {count} are needed: prefill again"

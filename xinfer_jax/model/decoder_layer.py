@@ -20,14 +20,14 @@ from .extras import Extras
 
 
 class LayerInputs(NamedTuple):
-    """What a layer takes of the tokens next to their hidden states."""
+    """The inputs that a layer takes of the tokens, in addition to their hidden states."""
 
     input_BTP: jax.Array | None = None  # of the layer itself (Gemma 4)
     route_BTU: jax.Array | None = None  # int32: experts of tokens, -1: those that the router chooses
 
 
 class LayersOutput(NamedTuple):
-    """What one or several layers return."""
+    """The output of one or several layers."""
 
     hidden_BTD: jax.Array
     caches: tuple[Any, ...]  # with the new tokens; without a cache: None, or keys that other layers use
@@ -35,7 +35,7 @@ class LayersOutput(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Which layers of a model run; static. Layers of one kind share a trace, or a program."""
+    """The layers of a model that run. It is static. Layers of one kind share a trace, or a program."""
 
     config: ModelConfig
     kinds: tuple[int, ...]  # of each layer: the first one with its spec
@@ -117,7 +117,7 @@ def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, s
 def _of_layer_input(
     x_BTD: Any, input_BTP: jax.Array, layer: Params, config: ModelConfig, run_config: RunConfig
 ) -> jax.Array:
-    """What the layer's own input adds to the hidden states, gated by them."""
+    """Returns the values that the layer's own input adds to the hidden states, which gate them."""
     gate_BTP = activation(config)(linear(x_BTD, layer["input_gate"], run_config=run_config))
     added_BTD = linear(gate_BTP * input_BTP, layer["input_proj"], run_config=run_config)
     return norm(added_BTD, layer, "input_norm", config)

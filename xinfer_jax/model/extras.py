@@ -9,7 +9,8 @@ from ..weights.params import Params
 
 
 class Extras(NamedTuple):
-    """What rows bring along next to their tokens: a pytree, an explicit argument of all that runs a model.
+    """The arrays that rows bring along in addition to their tokens: a pytree, an explicit argument of every
+    function that runs a model.
 
     A part that is absent leaves no trace in the program.
     """
@@ -30,7 +31,7 @@ class Extras(NamedTuple):
         return with_row_adapters(params, self.adapters, self.adapter_B)
 
     def of_layers(self, layers: slice) -> "Extras":
-        """What these layers take: their adapters and vectors."""
+        """Returns the extras of these layers: their adapters and vectors."""
         adapters = {"layers": self.adapters["layers"][layers]} if "layers" in self.adapters else {}
         return self._replace(adapters=adapters, vectors=self.vectors[layers])
 

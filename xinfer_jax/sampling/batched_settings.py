@@ -62,13 +62,13 @@ def settings_per_row(
 
 
 def has_all_settings(sampling_B: SamplingConfig) -> bool:
-    """Whether settings from `settings_per_row` have the structure with all settings."""
+    """Returns True if settings from `settings_per_row` have the structure with all settings."""
     return not is_unset(sampling_B.min_p)
 
 
 def takes_most_likely(sampling_B: SamplingConfig) -> bool:
-    """Whether every row takes its most likely token without any processor, as far as the host knows.
-    sampling_B: from `settings_per_row`.
+    """Returns True if every row takes its most likely token without any processor, as far as the host knows.
+    sampling_B: settings from `settings_per_row`.
     """
     plain = sampling_B.temperature, sampling_B.repetition_penalty
     if has_all_settings(sampling_B) or any(map(is_traced, plain)):
@@ -92,7 +92,7 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
 
 
 def is_default(setting: Setting, value_B: Any) -> bool:
-    """Whether no row uses a setting, as far as the host knows."""
+    """Returns True if no row uses a setting, as far as the host knows."""
     if is_traced(value_B):
         return False
     array = np.asarray(value_B)

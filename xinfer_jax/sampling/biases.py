@@ -100,7 +100,7 @@ def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> lis
 
 
 def is_bad_word_rows(words: Any) -> bool:
-    """Whether it is an array from `bad_word_rows`, traced or not."""
+    """Returns True if a value is an array from `bad_word_rows`, traced or not."""
     if not isinstance(words, np.ndarray | jax.Array):
         return False
     return words.ndim == 3 and words.shape[1:] == (MOST_BAD_WORDS, LONGEST_BAD_WORD)
@@ -184,7 +184,7 @@ def _bias_of_vocab(logit_bias: Any, rows: int, V: int) -> Any:
 
 
 def _listed(name: str, ids: Any, V: int) -> Any:
-    """Which tokens the ids list, bool [V]."""
+    """Returns a mask of the tokens that the ids list, bool [V]."""
     if is_traced(ids):
         return jnp.zeros(V, bool).at[jnp.asarray(ids)].set(True, mode="drop")
     listed_V = np.zeros(V, bool)

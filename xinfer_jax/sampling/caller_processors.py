@@ -96,7 +96,9 @@ class Callers:
         return [f for f in (*itertools.chain(*of_each), self.sample) if f]
 
     def start(self, context: Context, key_B: jax.Array) -> "Callers":
-        """With the states that `init` makes of the arguments. key_B: of the rows."""
+        """Returns the callers with the states that `init` makes of the arguments. key_B: the keys of the
+        rows.
+        """
         self = dataclasses.replace(self, key_B=jax.vmap(jax.random.fold_in, (0, None))(key_B, DRAW_CALLER))
         known = self._context(context)
         rows = len(known.position_B)
@@ -115,7 +117,9 @@ class Callers:
         return dataclasses.replace(self, states=states)
 
     def select_rows(self, rows_B: Any) -> "Callers":
-        """Where rows have different processors: without those of other rows, whose work is skipped."""
+        """Returns the callers without the processors of other rows, whose work is skipped. It only has an
+        effect if rows have different processors.
+        """
         if self.uses_BP is None:
             return self
         return dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
@@ -128,8 +132,8 @@ class Callers:
         context: Context,
         run_config: RunConfig,
     ) -> tuple[jax.Array, Callable, Callable]:
-        """What `choose_tokens` returns. Rows with processors: from the whole vocabulary; others: as they are
-        chosen without callers, to the bit. settings: of each row.
+        """Returns the same as `choose_tokens`. Rows with processors choose from the whole vocabulary. All
+        other rows choose as they do without callers, to the bit. settings: the settings of each row.
         """
         if self.uses_BP is None:
             token_B, taken_BV = self._choose(logits_BV, key_B, settings, context)
@@ -188,13 +192,17 @@ class Callers:
         return jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV), broken_B
 
     def nan_reason(self, token: int | None = None) -> str:
-        """What returned NaN in place of a token's logits; None: any of the processors may have."""
+        """Says which function returned NaN in place of a token's logits. token: the mark of a processor that
+        stands in place of the token, or None if it may have been any of the processors.
+        """
         wrong = self.processors if token is None else [self.processors[-1 - token]]
         names = ", ".join(f"apply {function_name(processor.apply)}" for processor in wrong)
         return f"{names} of a processor returned nan in place of logits"
 
     def append(self, context: Context, token_B: jax.Array, active_B: jax.Array) -> "Callers":
-        """After a token of each active row. context: before it."""
+        """Returns the callers after each active row has appended its token. context: the context before the
+        token.
+        """
         known = self._context(context)
 
         def after(i: int, processor: LogitsProcessor, state: Any) -> Any:
@@ -243,7 +251,9 @@ class Callers:
         return SamplingContext(*jax.tree.map(jnp.asarray, known))
 
     def _for_function(self, i: int, known: SamplingContext) -> SamplingContext:
-        """What one of the functions knows: its keys are its own, by its place among those of the row."""
+        """Returns the context for one of the functions. Each function has its own keys, by its place among
+        the functions of the row.
+        """
         i_B = jnp.full(len(known.position_B), i)
         if self.uses_BP is not None:
             i_B = jnp.sum(self.uses_BP[:, :i], -1)

@@ -17,7 +17,7 @@ from .support import pack_support
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Alternatives(ShortRepr):
-    """What the decode loop records of each sampled token; A alternatives."""
+    """The values that the decode loop records for each sampled token. A is the number of alternatives."""
 
     id_BTA: jax.Array  # int32: the most likely tokens before any processor
     logprobs_BTA: jax.Array  # float32
@@ -30,14 +30,14 @@ class Alternatives(ShortRepr):
 
     @property
     def sampled_only(self) -> "Alternatives":
-        """Of all rows, without anything but the log-probabilities of sampled tokens."""
+        """The record of all rows with only the log-probabilities of sampled tokens."""
         none: Any = None
         return Alternatives(none, none, none, none, self.processed_logprobs_BT, none)
 
     @property
     def parts(self) -> list["Alternatives"]:
-        """What is recorded by a program each. If rows may ask for `processed_logprobs_BT` alone, one program
-        records it in any case: the numbers of another one may have other bits.
+        """Returns the parts that one program each records. If rows may ask for `processed_logprobs_BT` alone,
+        one program records it in any case: the numbers of another program may have other bits.
         """
         none: Any = None
         if self.wanted_B is None:

@@ -15,7 +15,9 @@ from .settings import SETTINGS
 
 
 def other_processors(s: SettingsOfRows, c: Context) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
-    """Which rows use a processor, bool [B], and the processor. s: all settings."""
+    """Returns pairs of a processor and the rows that use it: bool [B], and the processor. s: all settings. c:
+    the context.
+    """
     bits_BW = c.allowed_bits[:, 0]
     penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
     penalized_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0)

@@ -1,4 +1,4 @@
-"""From logits to tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
+"""Turns logits into tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -182,12 +182,12 @@ def sample_from_all(processed_BV, key_B, sampling_B, position_B):
 
 
 def all_greedy(sampling_B: SettingsOfRows) -> jax.Array:
-    """Whether every row has temperature 0."""
+    """Returns True if every row has temperature 0."""
     return jnp.all(sampling_B.temperature <= 0)
 
 
 def is_plain_greedy(sampling_B: SettingsOfRows, context: Context | None = None) -> jax.Array:
-    """Whether every row takes its most likely token, without any logits processor."""
+    """Returns True if every row takes its most likely token, without any logits processor."""
     has_functions = context is not None and (context.automata is not None or context.callers is not None)
     if has_all_settings(sampling_B) or has_functions:
         return jnp.bool_(False)

@@ -156,5 +156,5 @@ def unset(name: str) -> Any:
 
 
 def is_unset(value: Any) -> bool:
-    """Whether it is the default of a setting that is a number."""
+    """Returns True if a value is the default of a setting that is a number."""
     return isinstance(value, _UnsetFloat | _UnsetInteger)

@@ -1,4 +1,6 @@
-"""Which sampling settings the rows of a batch use, and what they need of a caller."""
+"""The sampling settings that the rows of a batch use, and the arguments that these settings need of a
+caller.
+"""
 
 from collections.abc import Callable
 

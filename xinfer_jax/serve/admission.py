@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 100  # of a response, which count as one token
 
 
 class AdmissionControl:
-    """What the clients of one server have reserved. Thread-safe."""
+    """The reservations of the clients of one server. It is thread-safe."""
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
@@ -78,7 +78,7 @@ class AdmissionControl:
 
 @dataclasses.dataclass(eq=False)
 class Reservation:
-    """What one request has reserved of the limits."""
+    """The part of the limits that one request has reserved."""
 
     _admission: AdmissionControl
     client: str

@@ -128,7 +128,9 @@ class _InfoEndpoints:
 
 
 def _describe(name: str, model: Model) -> str:
-    """What a model is good for, in a sentence or two. name: that it was loaded by."""
+    """Describes in a sentence or two for which tasks a model is useful. name: the name by which it was
+    loaded.
+    """
     if name == "bundled":
         return (
             "It knows the capitals of countries and a little small talk, and nothing else:"

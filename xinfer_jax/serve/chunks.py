@@ -45,7 +45,7 @@ class ChoiceStream:
 
     @property
     def has_update(self) -> bool:
-        """Whether `next_choice` may return something. This check is much faster."""
+        """Returns True if `next_choice` may return something. This check is much faster."""
         answer = self.answer
         return not self.ended and (answer.ended_by is not None or answer.num_text_ids > self._num_tokens)
 

@@ -259,7 +259,7 @@ def _check_roles(flags: Any) -> None:
 
 
 def _serve_role(flags: Any, options: EngineOptions) -> int:
-    """What a prefill or decode process does: works for the front process until that ends, or a signal."""
+    """Runs a prefill or decode process. It works for the front process until that ends, or until a signal."""
     from ..engine.engine import LocalEngine
     from .peer_worker import PeerWorker
 

@@ -78,7 +78,9 @@ class LimitedParser(h11.Connection):
         self.behind = False
 
     def next_event(self) -> Any:
-        """As h11's, but after a few events it has no more."""
+        """Returns the next event, as h11's method does. After a few events it returns that it needs more
+        data.
+        """
         if not self._left:
             self.behind = True
             return h11.NEED_DATA

@@ -129,7 +129,9 @@ def event_stream(
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result:
-    """What the work returns. If the client disconnects first, it is cancelled: ClientDisconnect."""
+    """Runs the work and returns its result. If the client disconnects first, the work is cancelled and
+    ClientDisconnect is raised.
+    """
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

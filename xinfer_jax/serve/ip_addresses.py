@@ -27,7 +27,7 @@ def parse_networks(texts: Sequence[str]) -> Networks:
 
 
 def is_within(host: str, trusted: Networks) -> bool:
-    """Whether a peer's address lies in one of the networks."""
+    """Returns True if a peer's address lies in one of the networks."""
     if not trusted:
         return False
     try:

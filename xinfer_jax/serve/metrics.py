@@ -37,7 +37,7 @@ class Metrics:
         )
 
     def watch(self, engine: Engine) -> None:
-        """From now on, `collect` reports this engine, or these engines."""
+        """Makes `collect` report this engine, or these engines."""
         self._engine = engine
         self._registry.register(self)  # type: ignore[arg-type]
 

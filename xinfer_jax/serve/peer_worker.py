@@ -174,7 +174,9 @@ class PeerWorker:
 
 
 def _description(engine: LocalEngine, host: str) -> dict[str, Any]:
-    """What the front process has to know; `same` must be equal in all processes."""
+    """Returns the description of this process for the front process. `same` must be equal in all
+    processes.
+    """
     model = engine.model
     mesh = concrete_mesh_of(model.params)
     device = jax.devices()[0]

@@ -95,7 +95,9 @@ class Service:
 
     @property
     def in_flight(self) -> Counter[str]:
-        """For each client, its answers that have not ended; a complete body is one until it is parsed."""
+        """Returns, for each client, the number of its answers that have not ended. A complete body counts as
+        one answer until it is parsed.
+        """
         return self.admission.used["answers"]
 
     async def error_response(self, request: HTTPRequest, error: Exception) -> Response:
@@ -280,7 +282,7 @@ class Service:
         return self.admission.admit(client, address)
 
     def is_authorized(self, request: HTTPRequest) -> bool:
-        """Whether the request has one of the keys, or none is needed."""
+        """Returns True if the request has one of the keys, or if no key is needed."""
         keys = self.settings.api_keys
         if is_admin := request.scope["path"] in ADMIN_PATHS:
             keys = self.settings.admin_keys

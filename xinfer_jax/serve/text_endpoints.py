@@ -72,7 +72,9 @@ class TextEndpoints:
         return await self._respond(request, self._rerank)
 
     async def score(self, request: HTTPRequest) -> Response:
-        """How well each document answers a query, or its own."""
+        """Scores how well each document answers a query. There is one query for all documents, or one for
+        each.
+        """
         self._check_one_process("/score")
         return await self._respond(request, self._score)
 
@@ -186,7 +188,9 @@ class TextEndpoints:
         parse: Callable[..., Any],
         list_name: str,
     ) -> Any:
-        """What `parse` makes of a body, in a thread. known: fields; list_name: that with many texts."""
+        """Parses a body with `parse` in a thread. known: the known fields. list_name: the field that may hold
+        many texts.
+        """
         escape = self._service.settings.escape
 
         def run() -> Any:

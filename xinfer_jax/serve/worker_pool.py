@@ -20,7 +20,7 @@ _CREDIT = 0.01  # seconds that a client counts as behind the others, at most
 
 
 def is_large(data: list[bytes]) -> bool:
-    """Whether work on this body may take long."""
+    """Returns True if work on this body may take long."""
     return len(data[0]) > _LARGE_BYTES
 
 

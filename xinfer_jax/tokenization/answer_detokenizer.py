@@ -108,7 +108,7 @@ def find_stop(stops: Sequence[str], text: str, least_end: int) -> tuple[int, int
 
 
 def stop_prefix_start(stops: tuple[str, ...], text: str) -> int:
-    """Where the longest end of the text begins that is the start of a stop string."""
+    """Returns the start of the longest end of the text that is the beginning of a stop string."""
     prefixes, longest = _prefixes(stops)
     ends = range(max(0, len(text) - longest), len(text))
     return next((start for start in ends if text[start:] in prefixes), len(text))

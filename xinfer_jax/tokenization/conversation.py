@@ -23,13 +23,13 @@ _CHARS_PER_TOKEN = 16  # a text with more characters per token of the limit is c
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions:
-    """How the chat template renders a conversation.
+    """The options by which the chat template renders a conversation.
 
     Attributes:
         system, tools: as in `xinfer_jax.encode_prompt`.
-        variables: of the chat template; `add_generation_prompt` defaults to True.
-        escape: control tokens that the conversation spells are encoded as ordinary text.
-        continue_final_message: the ids end within the last message, so that the answer continues it.
+        variables: the variables of the chat template. `add_generation_prompt` defaults to True.
+        escape: True: control tokens that the conversation spells are encoded as ordinary text.
+        continue_final_message: True: the ids end within the last message, so that the answer continues it.
     """
 
     system: str | None = None
@@ -113,8 +113,9 @@ def _template_variables(tokenizer: Tokenizer, tools: Any, variables: Mapping[str
 
 
 def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int], continued: str = "") -> bool:
-    """Whether a prompt ends within the reasoning: with <think>, which the chat template has opened for the
-    answer, or within that of a message that the answer continues. continued: the text of that message.
+    """Returns True if a prompt ends within the reasoning. This is so if the chat template has opened <think>
+    for the answer, or if the answer continues a message that ends within its reasoning. continued: the text
+    of that message.
     """
     if tokenizer is None:
         return False
@@ -124,8 +125,8 @@ def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int], continued
 
 
 def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:
-    """What follows the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`; None: the model
-    does not write Harmony: its vocabulary or its chat template lacks the control tokens.
+    """Returns the text after the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`. None:
+    the model does not write Harmony, because its vocabulary or its chat template lacks the control tokens.
     """
     if tokenizer is None or not tokenizer.writes_harmony:
         return None

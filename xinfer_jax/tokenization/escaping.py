@@ -103,7 +103,9 @@ class ControlTokenEscaper:
         return f"{self._marker}{len(self._spelled) - 1:06d}"
 
     def _split_point(self, spelled: str) -> int:
-        """Where to split a spelling so that neither part spells a control token; 0: nowhere."""
+        """Returns the index at which a spelling is split so that neither part spells a control token, or 0 if
+        there is none.
+        """
         if spelled not in self._split_points:
             search = self._control.pattern.search
             points = (i for i in range(1, len(spelled)) if not (search(spelled[:i]) or search(spelled[i:])))

@@ -50,7 +50,9 @@ _MAX_SQUARES = 2**26  # the sum of the squared lengths of tokens whose merges ar
 
 
 class _Words(NamedTuple):
-    """How a text is split before merges: by the first pattern, its parts by the next, and so on."""
+    """The rules that split a text before merges. The first pattern splits the text, the next pattern splits
+    its parts, and so on.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is one
@@ -193,7 +195,7 @@ def _end_ids(found: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> l
 
 
 def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:
-    """Whether </s> is a word of the vocabulary, not its end token."""
+    """Returns True if </s> is a word of the vocabulary, not its end token."""
     return kind == _USER_DEFINED or kind != _CONTROL and model != "llama" or "<|tool_response>" in ids
 
 

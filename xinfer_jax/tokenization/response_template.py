@@ -26,7 +26,7 @@ _QUANTIFIER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,2}),\}", 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What opens or closes a field."""
+    """A mark that opens or closes a field."""
 
     pattern: re.Pattern[str]  # finds it
     partial: re.Pattern[str]  # finds the last characters of a text that may become it
@@ -58,7 +58,7 @@ class ResponseTemplate:
         return any(field.name == "tool_calls" for field in self.fields)
 
     def begun(self, prompt: str) -> str:
-        """What a prompt has of the model's message already."""
+        """Returns the part of the model's message that a prompt already has."""
         ends = [found.end() for found in self.anchor.finditer(prompt)]
         return prompt[ends[-1] :] if ends else ""
 
@@ -110,7 +110,9 @@ def _check_tags(where: str, pattern: Any) -> None:
 
 
 def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
-    """What opens or closes a field: a text, one of several, or a regular expression."""
+    """Returns the mark that opens or closes a field: a text, one of several texts, or a regular
+    expression.
+    """
     if (texts := spec.get(key)) is not None:
         texts = [texts] if isinstance(texts, str) else texts
         if not texts or not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):

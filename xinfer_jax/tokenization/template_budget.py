@@ -72,8 +72,8 @@ def limit_error(what: str) -> jinja2.TemplateError:
 
 
 class TemplateBudget:
-    """What a template may still spend: units of cost, and the thread's CPU time. All methods raise
-    jinja2.TemplateError where one is used up.
+    """The budget of a template: the units of cost and the thread's CPU time that it may still spend. All
+    methods raise jinja2.TemplateError if one of them is used up.
     """
 
     def __init__(self, variables: dict[str, Any]):

@@ -65,7 +65,7 @@ class TemplateSplitter:
 
     @property
     def has_content(self) -> bool:
-        """Whether the answer has content, or nothing else."""
+        """Returns True if the answer has content, or nothing else."""
         return "content" in self._begun or not (self.found or self.calls)
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
@@ -90,7 +90,7 @@ class TemplateSplitter:
         return "".join(self._texts["reasoning"]), "".join(self._texts["content"]), self._deltas
 
     def _marks(self) -> list[tuple[TemplateField | None, Mark]]:
-        """What may come next: marks that open a field, or close this one."""
+        """Returns the marks that may come next: marks that open a field, or close this one."""
         close = [] if self._field is None or self._field.close is None else [(None, self._field.close)]
         if self._field is not self._rest:
             return list(close)
@@ -106,7 +106,7 @@ class TemplateSplitter:
         return min(found, key=lambda one: (one[1].start(), -len(one[1][0])), default=None)
 
     def _held(self, text: str) -> int:
-        """Where the last characters begin that may become a mark."""
+        """Returns the start of the last characters that may become a mark."""
         partials = (mark.partial.search(text) for _, mark in self._marks())
         return min((partial.start() for partial in partials if partial), default=len(text))
 
@@ -216,7 +216,7 @@ class _TrailingTemplateCalls(TemplateSplitter, TrailingCalls):
 
 
 def _kind(field: TemplateField) -> str:
-    """What a field is here; "": it is left out."""
+    """Returns the kind of a field. "": the field is left out."""
     if field.name in _REASONING:
         return "reasoning"
     return {"content": "content", "tool_calls": "calls"}.get(field.name, "")

@@ -1,7 +1,7 @@
-"""What transformers makes of tokenizer.json by the settings in tokenizer_config.json.
+"""The changes that transformers makes to tokenizer.json by the settings in tokenizer_config.json.
 
-Some classes of tokenizers take vocabulary and merges alone from tokenizer.json, and split text by rules of
-their own. They are followed where they differ from the file in details, such as the space before a text. If
+Some classes of tokenizers take vocabulary and merges alone from tokenizer.json, and split text by their own
+rules. These rules are followed if they differ from the file in details, such as the space before a text. If
 such a class would split words in other places, tokenizer.json is followed, with a warning.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_tokenizers.py and the classes.
@@ -60,12 +60,12 @@ _BEFORE_5 = re.compile(r"[0-4]\b|5(\.0)*\.?(dev|a|b|rc)")
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """How a class of tokenizers splits text.
+    """The rules by which a class of tokenizers splits text.
 
     Attributes:
-        steps: normalizer, pre_tokenizer and decoder.
-        model: attributes of the BPE model that are set.
-        tokens: the special tokens where tokenizer_config.json does not name others.
+        steps: the normalizer, pre_tokenizer and decoder.
+        model: the attributes of the BPE model that are set.
+        tokens: the special tokens, used if tokenizer_config.json does not name others.
     """
 
     steps: dict[str, Any]

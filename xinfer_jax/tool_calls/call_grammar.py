@@ -1,7 +1,7 @@
-"""What the grammars of calls have in common: rules for values that are valid for their schemas.
+"""The common part of the grammars of calls: rules for values that are valid for their schemas.
 
 The text is in llguidance's Lark syntax: a terminal is a regular expression, & and ~ are intersection and
-complement, %json is a JSON Schema.
+complement, and %json is a JSON Schema.
 """
 
 import json

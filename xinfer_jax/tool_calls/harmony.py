@@ -41,7 +41,9 @@ _RECIPIENT_PART = re.compile(r"to=functions\.[^\s<]{0,512}\s{0,8}<?[|chanel]{0,9
 
 
 def begins_in_harmony(text: str, ended: bool) -> bool | None:
-    """Whether an answer begins with a header whose control tokens are spelled; None: not known yet."""
+    """Returns True if an answer begins with a header whose control tokens are spelled, or None if it is not
+    known yet.
+    """
     body = text.lstrip()
     if len(text) - len(body) > _MOST_BLANKS:
         return False
@@ -121,12 +123,12 @@ class HarmonyParser:
 
     @property
     def has_content(self) -> bool:
-        """Whether a message of content has begun, or nothing else has."""
+        """Returns True if a message of content has begun, or if nothing else has."""
         return self._has_message or not (self.found or self._calls and self._calls.calls)
 
     @property
     def in_content(self) -> bool:
-        """Whether the text so far ends within a message of content."""
+        """Returns True if the text so far ends within a message of content."""
         return self._kind == "content"
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:

@@ -44,7 +44,9 @@ class JSONObjectScanner:
     _literal: str = ""
 
     def push(self, text: str) -> int:
-        """How many characters of the text belong to the object, up to its end or to what is not JSON."""
+        """Returns the number of characters of the text that belong to the object, up to its end or to a
+        character that is not JSON.
+        """
         at = 0
         while at < len(text) and not self.ended and not self.failed:
             end = _RUNS.get(self._state, _SPACES).match(text, at).end()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
+"""The text between <think> and </think>, or between Gemma 4's marks, and the content after it."""
 
 from .call_parser import length_of_partial_mark
 from .gemma_call import GEMMA_CHANNEL, GEMMA_CHANNEL_END
@@ -32,7 +32,7 @@ class ReasoningParser:
 
     @property
     def has_content(self) -> bool:
-        """Whether the reasoning has ended, or there is none."""
+        """Returns True if the reasoning has ended, or if there is none."""
         return self._state in ("before content", "content")
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:

@@ -199,7 +199,7 @@ class ToolCallParser:
         return call.raw[cut:]
 
     def _push_end_mark(self, text: str, ended: bool) -> str:
-        """What follows a call: another one within the same mark, or the mark that ends it."""
+        """Parses the text after a call: another call within the same mark, or the mark that ends it."""
         assert self._call is not None
         form = self._call.form
         mark = form.end
@@ -290,7 +290,7 @@ class TrailingCallParser(ToolCallParser, TrailingCalls):
         self._content = []
 
     def _num_undecided(self) -> int:
-        """How many characters before what is left may begin a call."""
+        """Returns the number of characters before the rest that may begin a call."""
         if self._state == self._push_call and self._call is not None:
             return len(self._call.raw)
         return len(self._pending) + (len(self._mark) if self._state == self._push_form else 0)

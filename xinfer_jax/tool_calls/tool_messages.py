@@ -1,4 +1,4 @@
-"""What a request says about tools: descriptions are checked, earlier calls prepared for a chat template."""
+"""The tools of a request: descriptions are checked, and earlier calls are prepared for a chat template."""
 
 import json
 import re

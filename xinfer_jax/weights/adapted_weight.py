@@ -76,7 +76,7 @@ class AdaptedWeight(WeightLeaf):
             )
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Of the only adapter."""
+        """Returns rows of the matrix with the only adapter."""
         return _rows(self.base, index) + float_product(self.lora_b[0, index] * self.scale, self.lora_a[0].T)
 
 

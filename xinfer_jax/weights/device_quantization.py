@@ -21,8 +21,8 @@ _BLOCKS = 64  # of a matrix, one after another
 
 
 def quantized_on_device(matrix: jax.Array, name: str, quantize: str, group: int) -> QuantizedWeight:
-    """What `quantized_leaf` returns, by a program on the matrix's devices. 16-bit numbers that lie between
-    two levels may get the other one. Raises InputError: NaN, inf or too large numbers.
+    """Returns the same as `quantized_leaf`, by a program on the matrix's devices. 16-bit numbers that lie
+    between two levels may get the other level. Raises InputError for NaN, inf or too large numbers.
     """
     leaf: QuantizedWeight = _ON_DEVICE(matrix, bits_of(name, quantize), group)
     if not bool(jnp.isfinite(leaf.scale).all()):

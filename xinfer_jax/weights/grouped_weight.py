@@ -66,7 +66,9 @@ class GroupedWeight(RotatedWeight):
         return PaddedWeight.padded(weight) if is_plain and len(self.shape) > 2 else weight
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        """With an order, activations are gathered from all devices."""
+        """Returns the activations and the leaf for a device's shard. If there is an order, activations are
+        gathered from all devices.
+        """
         if self.order is not None:
             x = lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)[..., self.order]
         return x, dataclasses.replace(self, order=None, inputs=x.shape[-1], axis_name=axis_name)

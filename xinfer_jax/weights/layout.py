@@ -1,4 +1,4 @@
-"""How parameters are divided over a mesh: by the logical axes of their specs."""
+"""The division of parameters over a mesh, by the logical axes of their specs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
 
 @lru_cache(maxsize=64)
 def is_divisible(config: ModelConfig, devices: int) -> bool:
-    """Whether the number of devices divides every size along axis "model" except the vocabulary."""
+    """Returns True if the number of devices divides every size along axis "model" except the vocabulary."""
     mesh = AbstractMesh((devices,), (MODEL,))
     specs = param_specs(config)
     try:

@@ -99,7 +99,7 @@ def _adapter_scales(tree: Any, *prefix: str) -> dict[str, float]:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Whether any array of a tree was donated or deleted."""
+    """Returns True if any array of a tree was donated or deleted."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
@@ -134,7 +134,9 @@ def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether NumPy converts an array without a copy from a device, and nothing is compiled for it."""
+    """Returns True if NumPy converts an array without a copy from a device, and nothing is compiled for
+    it.
+    """
     return not isinstance(x, jax.Array) or (
         x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
     )

@@ -1,4 +1,4 @@
-"""What quantized leaves have in common: their product, its derivative, and rows of the matrix."""
+"""The common part of quantized leaves: their product, its derivative, and rows of the matrix."""
 
 import dataclasses
 from typing import Any, ClassVar

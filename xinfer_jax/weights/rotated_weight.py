@@ -1,4 +1,4 @@
-"""What int8 and int4 have in common: inputs rotated in blocks, for int8 activations."""
+"""The common part of int8 and int4: inputs rotated in blocks, for int8 activations."""
 
 import dataclasses
 from typing import Self

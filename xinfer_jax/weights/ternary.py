@@ -132,7 +132,9 @@ def unpack_ternary(values_W2O: jax.Array, inputs: int) -> jax.Array:
 
 
 def plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """On GPU and TPU: int8 numbers are exact in bfloat16, and their sums in float32."""
+    """Returns the sums on GPU and TPU. int8 numbers are exact in bfloat16, and their sums are exact in
+    float32.
+    """
     # The barrier makes weights depend on x, or XLA would unpack all layers before the loop.
     x_MI, values_W2O = lax.optimization_barrier((x_MI, values_W2O))
     levels_IO = unpack_ternary(values_W2O, x_MI.shape[1])
