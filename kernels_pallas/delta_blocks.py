@@ -1,7 +1,7 @@
-"""What the kernels for prompts of linear attention share (Gated DeltaNet in blocks, by the WY form: Yang et
-al. 2024, "Parallelizing linear transformers with the delta rule").
+"""The common part of the kernels for prompts of linear attention. They run Gated DeltaNet in blocks, by the
+WY form (Yang et al. 2024, "Parallelizing linear transformers with the delta rule").
 
-C tokens of a block; other letters as in `reference_delta`.
+C is the number of tokens of a block. Other letters are as in `reference_delta`.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""What the kernels for draft tokens of linear attention (Gated DeltaNet) share.
+"""The common part of the kernels for draft tokens of linear attention (Gated DeltaNet).
 
-The state of a cache with draft slots is that before the last call of at most P tokens, which lie beside it.
-A call first applies those that were accepted, then its own T tokens, one after the other: the state is read
-and written once. S = P + T; other letters as in `reference_delta`.
+A cache with draft slots keeps the state before the last call of at most P tokens, and next to it these
+tokens. A call first applies the tokens that were accepted, then its own T tokens, one after the other. So the
+state is read and written once. S = P + T. Other letters are as in `reference_delta`.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .reference_delta import DeltaState, DeltaWeights, NewToken, before_tokens, 
 
 
 class DraftTokens(NamedTuple):
-    """What the kernels read of S tokens, float32. A token with decay 1 and beta 0 changes no state."""
+    """The inputs of the kernels for S tokens, float32. A token with decay 1 and beta 0 changes no state."""
 
     q: Any  # [B, S, K, H]
     k: Any

@@ -18,7 +18,7 @@ class Levels(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the levels."""
+        """The shape of the levels."""
         return self.values.shape
 
 

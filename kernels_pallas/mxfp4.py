@@ -37,7 +37,7 @@ def dequantize_mxfp4(matrix: Any) -> jax.Array:
 
 
 def is_for_tpu(matrix: Any) -> bool:
-    """Whether numbers are in the order of `values_for_tpu`."""
+    """Returns True if numbers are in the order of `values_for_tpu`."""
     return matrix.values.ndim == matrix.scale.ndim
 
 
@@ -85,6 +85,6 @@ def even_inputs_first(x_MI: jax.Array) -> jax.Array:
 
 
 def place_in_group(input_I: jax.Array) -> jax.Array:
-    """Where `even_inputs_first` puts these inputs."""
+    """Returns the places to which `even_inputs_first` moves these inputs."""
     in_group_I = lax.rem(input_I, GROUP)
     return input_I - in_group_I + lax.rem(in_group_I, 2) * _HALF + lax.div(in_group_I, 2)

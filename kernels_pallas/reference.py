@@ -95,18 +95,19 @@ def int8_head_argmax(x_BD, weight_VD, scale_V, *, soft_cap=None) -> tuple[jax.Ar
 def summarize_logits(
     logits_BV, penalty_B, seen_BV, bias_BV=None, biased_B=None
 ) -> tuple[jax.Array, jax.Array]:
-    """What a sampler needs to know of all logits.
+    """Returns a summary of all logits for a sampler.
 
     Args:
         logits_BV: float32.
-        penalty_B: repetition penalty: positive logits of seen tokens are divided by it, others multiplied.
+        penalty_B: repetition penalty. Positive logits of seen tokens are divided by it, others are
+            multiplied.
         seen_BV: bool.
-        bias_BV: None, or what is added to the logits before.
-        biased_B: bool: the rows whose bias is not all zeros; a kernel does not read the others.
+        bias_BV: None, or numbers that are added to the logits before the penalty.
+        biased_B: bool: the rows whose bias is not all zeros. A kernel does not read the bias of other rows.
 
     Returns:
-        The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups];
-        and the logsumexp of the logits as they are, float32 [B].
+        The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups],
+            and the logsumexp of the logits as they are, float32 [B].
     """
     V = logits_BV.shape[1]
     x_BV = logits_BV if bias_BV is None else logits_BV + jnp.where(biased_B[:, None], bias_BV, 0)

@@ -16,8 +16,8 @@ UNIT_EPS = 1e-6  # of the norm of queries and keys
 
 
 class NewToken(NamedTuple):
-    """What products give of one token of each row, in one dtype, numbers of all heads side by side; of
-    prompts [B, T, ...].
+    """The outputs of products for one token of each row, in one dtype, with the numbers of all heads side by
+    side. For prompts the shape is [B, T, ...].
     """
 
     q: Any  # [B, K H]
@@ -40,7 +40,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a row keeps, float32: the last W inputs of the convolution, and the map from keys to values."""
+    """The state of a row, float32: the last W inputs of the convolution, and the map from keys to values."""
 
     q: Any  # [B, K, W, H]
     k: Any

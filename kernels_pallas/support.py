@@ -1,4 +1,4 @@
-"""Which arguments each kernel supports, and where plain jnp is faster."""
+"""Checks of the arguments that each kernel supports, and of the cases in which plain jnp is faster."""
 
 import math
 from typing import Any

@@ -78,7 +78,7 @@ def program_of(form: str, x_MI: jax.Array, weight: Any) -> Callable:
 
 
 def seconds(program: Callable, x_MI: jax.Array, copies: list) -> float:
-    """Of a product with each of the copies, by the number of them."""
+    """Returns the seconds of a product, as the mean over products with each of the copies."""
     began = time.perf_counter()
     done = [program(x_MI, weight) for weight in copies]
     jax.block_until_ready(done)

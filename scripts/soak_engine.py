@@ -133,7 +133,7 @@ def run_updates(
 
 
 def draw_callers(rng: random.Random) -> dict:
-    """With --callers, options of a request: some of these, with arguments."""
+    """Draws options of a request for --callers: some of these, with arguments."""
     if not CALLERS.value:
         return {}
     named = {name: rng.uniform(0, 3) for name in ("less", "noise") if rng.random() < 1 / 2}

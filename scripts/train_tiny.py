@@ -175,8 +175,8 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
 
 
 def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
-    """For each group of `questions`: the number of greedy answers that are exactly right and end with EOS,
-    and the number of questions.
+    """Returns, for each group of `questions`, the number of greedy answers that are exactly right and end
+    with EOS, and the number of questions.
     """
     tokenizer = model.tokenizer
     results = {}

@@ -113,8 +113,8 @@ def lowest_key(position: jax.Array, window: int | None) -> jax.Array:
 
 
 def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -> list[tuple[Any, Any]]:
-    """Where the keys at positions i · block … (i + 1) · block - 1 of a row are: one pair (index of the first
-    axis, first slot) if they are contiguous, otherwise one for every 64 positions.
+    """Returns the places of the keys at positions i · block … (i + 1) · block - 1 of a row. They are one pair
+    (index of the first axis, first slot) if they are contiguous, otherwise one pair for every 64 positions.
     """
     if table_ref is None and not ring:
         return [(row, i * block)]

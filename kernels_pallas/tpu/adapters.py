@@ -1,5 +1,5 @@
-"""What low-rank adapters of rows (LoRA) add to products of few rows on TPUs: each adapter that a row has is
-copied from HBM once, while the one before is multiplied.
+"""Kernels for the terms that low-rank adapters of rows (LoRA) add to products of few rows on TPUs. Each
+adapter that a row has is copied from HBM once, while the adapter before it is multiplied.
 """
 
 from functools import partial

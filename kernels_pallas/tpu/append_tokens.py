@@ -20,7 +20,7 @@ _ROWS = 16  # of one token each: a tile of memory in 16 bits
 
 
 class _Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     width: int  # H
     tokens: int  # T
@@ -121,9 +121,10 @@ def _block(x, settings: _Settings) -> pl.BlockSpec:
 
 
 def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
-    """On-chip memory: the new numbers of each token, tiles of the caches, and semaphores of their copies.
+    """Returns the on-chip memory: the new numbers of each token, tiles of the caches, and semaphores of their
+    copies.
 
-    Tokens are [A, R]: of one token of each row [1, rows], else [rows, T].
+    Tokens are [A, R]: if each row has one token [1, rows], otherwise [rows, T].
     """
     K, _, X = kv.values.shape[1:]
     rows = settings.rows

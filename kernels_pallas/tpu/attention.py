@@ -130,8 +130,8 @@ def _part_rows(rows: int, itemsize: int) -> int:
 
 
 def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
-    """How many of these slots of a page, a row or a ring one copy takes: a part that divides them and is
-    aligned in memory, or all of them.
+    """Returns the number of slots of a page, a row or a ring that one copy takes. It is a part that divides
+    them and is aligned in memory, or all of them.
     """
     least = LANES if is_quantized else 64  # slots are in lanes of the scale
     if is_paged or slots % least:
@@ -158,7 +158,7 @@ def _pad(x: Any, axis: int, size: int) -> Any:
 
 
 def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
-    """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+    """Returns the on-chip memory that programs share, by the names that `attention_kernel` uses."""
     _, _, N, H = q_BTNH.shape
     _, K, _, X = kv.values.shape
     vectors = pltpu.VMEM((K, rows, LANES * pl.cdiv(H, LANES)), jnp.float32)

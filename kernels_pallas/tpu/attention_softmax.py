@@ -18,7 +18,7 @@ _LOWEST = -1e29
 
 
 class Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     scale: float
     window: int | None

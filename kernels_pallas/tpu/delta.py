@@ -111,7 +111,9 @@ def delta_step(
 
 
 def groups_of_heads(key_heads: int, size: int) -> int:
-    """Into how many groups of key heads, which fill tiles, a row is divided; `size`: bytes of its state."""
+    """Returns the number of groups of key heads, which fill tiles, into which a row is divided. size: bytes
+    of the state of a row.
+    """
     most = min(size // _STEP_BYTES, key_heads // _SUBLANES)
     return max((n for n in range(1, most + 1) if key_heads % (n * _SUBLANES) == 0), default=1)
 

@@ -90,7 +90,7 @@ def delta_prefill(
     )  # fmt: skip
 
     def tile(count: Any, b: Any, t: Any) -> Any:
-        """What is past the length is not copied."""
+        """Returns the index of a tile within the length, so that tiles past it are not copied."""
         return jnp.minimum(t, jnp.maximum(pl.cdiv(count[b], tokens) - 1, 0))
 
     def of_tokens(x: Any) -> pl.BlockSpec:
@@ -131,7 +131,7 @@ def delta_prefill(
 
 
 def _key_heads(key_heads: int, group: int) -> int:
-    """How many key heads a grid step has, of `group` value heads each."""
+    """Returns the number of key heads of a grid step. Each key head has `group` value heads."""
     most = max(_VALUE_HEADS, group)
     return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * group <= most)
 

@@ -1,4 +1,4 @@
-"""What a grid step of a mixture of experts has on a TPU: parts of an expert's matrices, and their blocks."""
+"""The blocks of a grid step of a mixture of experts on a TPU: parts of an expert's matrices."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 
 
 class ExpertSettings(NamedTuple):
-    """What is the same for every grid step."""
+    """The settings that are the same for every grid step."""
 
     forms: tuple[Form, ...]  # of gate and up, and of down
     widths: tuple[int, ...]  # outputs of a part of them
@@ -28,7 +28,7 @@ class ExpertSettings(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether an expert is read at once."""
+        """Returns True if an expert is read at once."""
         return self.parts == (1, 1)
 
 
@@ -81,7 +81,7 @@ def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=No
 
 
 def _is_idle(experts, counts, b, t, tiles: int) -> Any:
-    """Whether a tile has no rows, or of few tokens the expert of the tile before."""
+    """Returns True if a tile has no rows or, in a call with few tokens, has the expert of the tile before."""
     return repeats(experts, t) if counts is None else t >= counts[b]
 
 
@@ -100,8 +100,8 @@ def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpe
 
 
 def scales_by_inputs(form: Form, width: int) -> bool:
-    """Whether scales of blocks are by inputs, then outputs, as XLA stores them where that fills tiles better.
-    A block of some outputs could not be taken from such ones.
+    """Returns True if scales of blocks lie by inputs, then outputs. XLA stores them so if that fills tiles
+    better. A block of only some outputs could not be taken from scales in this order.
     """
     outputs, inputs = form.block_counts
 
@@ -138,7 +138,7 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
 
 
 def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
-    """Of the blocks of matrices in VMEM, of each of which there are two."""
+    """Returns the bytes of the blocks of matrices in VMEM. There are two blocks of each matrix."""
     total = 0
     arrays, specs = matrix_blocks(settings, matrices, (at_gate, at_gate, at_down))
     for array, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):

@@ -36,7 +36,7 @@ _EIGHTS = -0x77777778  # 0x88888888
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is static about a matrix and the few rows that it is multiplied with."""
+    """The static properties of a matrix and of the few rows that it is multiplied with."""
 
     kind: str  # "float", "int8", "fp8", "int4" or "mxfp4"
     dtype: Any  # of x
@@ -70,7 +70,9 @@ class Form:
 
     @property
     def has_outputs_last(self) -> bool:
-        """Whether XLA stores a matrix by inputs, since outputs fill tiles of 128 and inputs do not."""
+        """Returns True if XLA stores a matrix by inputs, since outputs fill tiles of 128 and inputs do
+        not.
+        """
         return self.has_groups or (self.inputs % LANES > 0 and self.outputs % LANES == 0)
 
     @property
@@ -97,7 +99,9 @@ class Form:
         return [matrix.values, scale] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
-        """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
+        """Returns, for each operand, the shape of a tile of outputs and the axis of the outputs. -1: a tile
+        has all outputs.
+        """
         if not self.has_groups:
             values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
             return [values, (self.block_counts, -1)] if self.has_blocks else [values]

@@ -28,17 +28,21 @@ def emulator(interpret: bool) -> Any:
 
 
 def has_bfloat16_vectors() -> bool:
-    """Whether this process's TPUs compute with vectors of bfloat16 numbers: from v6e on."""
+    """Returns True if this process's TPUs compute with vectors of bfloat16 numbers. They do from v6e on."""
     return re.search(r"v[2-5]", device_impl().reason) is None
 
 
 def has_e4m3() -> bool:
-    """Whether this process's TPUs convert numbers in FP8 as checkpoints have them: from TPU7x on."""
+    """Returns True if this process's TPUs convert numbers in FP8 as checkpoints have them. They do from TPU7x
+    on.
+    """
     return "TPU7" in device_impl().reason
 
 
 def has_large_vmem() -> bool:
-    """Whether this process's TPUs have 128 MiB of VMEM, as v5e and v6e; v5p and TPU7x have 64."""
+    """Returns True if this process's TPUs have 128 MiB of VMEM, as v5e and v6e do. v5p and TPU7x have 64
+    MiB.
+    """
     return re.search("v5 lite|v5e|v6", device_impl().reason) is not None
 
 

@@ -1,4 +1,6 @@
-"""What comes before a mixture's experts on TPUs, in one launch: XLA makes some ten small operations of it."""
+"""The operations before a mixture's experts on TPUs, in one launch. XLA makes some ten small operations of
+them.
+"""
 
 from functools import partial
 

@@ -23,7 +23,7 @@ _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
 
 class Settings(NamedTuple):
-    """What is the same for every grid step."""
+    """The settings that are the same for every grid step."""
 
     forms: tuple[Form, ...]
     tiles: tuple[int, ...]  # outputs of a tile of each matrix
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """On-chip memory that steps share."""
+    """The on-chip memory that steps share."""
 
     rows: Any  # float32 [R, I]: x after its norm
     x: Any  # what `Form.prepare` makes of it
@@ -77,7 +77,9 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
 
 
 def _tile(settings: Settings, n: int, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
-    """What a grid step takes of matrix n or its rows: tile i along an axis, or the last if none is left."""
+    """Returns the block that a grid step takes of matrix n or its rows: tile i along an axis, or the last
+    tile if none is left.
+    """
     last = settings.counts[n] - 1
     return pl.BlockSpec(
         shape, lambda i: tuple(jnp.minimum(i, last) if at == axis else 0 for at in range(len(shape)))
@@ -143,7 +145,9 @@ def call(  # noqa: PLR0913
 
 
 def _cost(rows: int, matrices: Any) -> pl.CostEstimate:
-    """What XLA takes into account when it schedules copies of other operands beside the kernel."""
+    """Returns the cost that XLA takes into account when it schedules copies of other operands next to the
+    kernel.
+    """
     arrays = jax.tree.leaves(matrices)
     return pl.CostEstimate(
         flops=2 * rows * sum(array.size for array in arrays),

@@ -13,7 +13,9 @@ from ..key_layouts import LANES, SideBySide
 
 
 class Tiling(NamedTuple):
-    """How the tokens of all rows are in tiles of one array of the cache; the same for every program."""
+    """The layout of the tokens of all rows in tiles of one array of the cache. It is the same for every
+    program.
+    """
 
     size: int  # slots of a tile
     tiles: int  # that the tokens of a row may touch
@@ -25,7 +27,7 @@ class Tiling(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a tile has all slots of a row or a page."""
+        """Returns True if a tile has all slots of a row or a page."""
         return self.size == self.slots
 
 
@@ -42,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a program does to one array of the cache."""
+    """The change that a program makes to one array of the cache."""
 
     cache: Any  # a reference to it
     tiles: Any  # on-chip memory for the tiles of this program

@@ -19,7 +19,7 @@ from ..key_layouts import Levels
 
 
 class _Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     inputs: tuple[str, ...]  # names of the arrays that are read; the caches follow
     outs: tuple[str, ...]
@@ -148,7 +148,7 @@ def _quantize(refs, token, head, out_refs, place) -> None:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To the nearest integer, half to even: Triton has no `jnp.round`."""
+    """Rounds to the nearest integer, and half to even. Triton has no `jnp.round`."""
     down = jnp.floor(x)
     rest = x - down
     is_odd = down != 2 * jnp.floor(down / 2)

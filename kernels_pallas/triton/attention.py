@@ -160,9 +160,11 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
 
 
 def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
-    """Of a program: rows of a tile of queries, rows of a tile of keys, warps. They compile for sm_80 and
-    sm_89 with 99 KB of shared memory, without register spills. Dequantized keys pass through registers, so
-    their tiles are smaller; heads above 256 have twice the sums of a row in registers.
+    """Returns, for a program, the rows of a tile of queries, the rows of a tile of keys, and the warps.
+
+    They compile for sm_80, and for sm_89 with 99 KB of shared memory, without register spills. Dequantized
+    keys pass through registers, so their tiles are smaller. Heads above 256 have twice the sums of a row in
+    registers.
     """
     width = tile_size(H)
     narrow = width <= 64

@@ -46,7 +46,7 @@ _WALK_DEPTH = 64
 
 
 class _Blocks(NamedTuple):
-    """What both kernels read; T is a multiple of C."""
+    """The inputs of both kernels. T is a multiple of C."""
 
     count: Any  # int32 [B]
     queries: Any  # parts (`split`), each [B, T, K, H]
@@ -56,7 +56,7 @@ class _Blocks(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """What the second kernel reads of the first one, parts, each [B, N, blocks, C, C]."""
+    """The results of the first kernel that the second kernel reads, in parts, each [B, N, blocks, C, C]."""
 
     inverse: Any
     weights: Any

@@ -50,7 +50,7 @@ def flat_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
 
 
 def has_blocks(matrix: Any) -> bool:
-    """Whether a `Matrix` has a scale for each block of outputs and inputs."""
+    """Returns True if a `Matrix` has a scale for each block of outputs and inputs."""
     is_fp8 = matrix.values.dtype == jnp.float8_e4m3fn
     return is_fp8 and matrix.scale.ndim == matrix.values.ndim
 

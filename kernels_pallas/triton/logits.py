@@ -1,4 +1,4 @@
-"""What a sampler needs to know of all logits, for Triton: they are read once."""
+"""A summary of all logits for a sampler, for Triton. The logits are read once."""
 
 from functools import partial
 

@@ -72,7 +72,7 @@ class Range(NamedTuple):
 
 
 def tile_mask(*axes):
-    """Which elements of a tile are inside; None: all."""
+    """Returns a mask of the elements of a tile that are inside. None: all are."""
     sides = [axis for axis in axes if isinstance(axis, Range)]
     shape = [x.slice.size for x in sides]
     parts = [lax.broadcast_in_dim(x.inside, shape, (i,)) for i, x in enumerate(sides) if x.inside is not None]

@@ -48,7 +48,7 @@ class _Tiles(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What a program computes."""
+    """The settings of the computation of a program."""
 
     tiles: _Tiles
     eps: float

@@ -1,4 +1,4 @@
-"""How a value, an array or an error is recorded: as JSON has it, and equal wherever the code lies."""
+"""Records of values, arrays and errors: in JSON, and equal wherever the code lies."""
 
 import contextlib
 import math

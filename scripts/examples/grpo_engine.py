@@ -38,7 +38,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
 
 
 def tool(text):
-    """What the tool answers: the next sentence begins with a name that the text does not have."""
+    """Returns the answer of the tool: the next sentence begins with a name that the text does not have."""
     return next((name for name in ("Max", "Sue", "Ben") if name not in text), "They")
 
 

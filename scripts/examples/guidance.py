@@ -32,8 +32,8 @@ def draw_for_pairs(key_B, logits_BV, context):
 
 
 def contrast(expert_BV, amateur_BV, least=0.1):
-    """How much likelier each token is to an expert than to an amateur (Li et al. 2022), of those that have at
-    least this part of the expert's largest probability.
+    """Returns how much likelier each token is to an expert than to an amateur (Li et al. 2022). Tokens with
+    less than this part of the expert's largest probability are excluded.
     """
     expert_BV = jax.nn.log_softmax(expert_BV)
     plausible_BV = expert_BV >= expert_BV.max(-1, keepdims=True) + jnp.log(least)

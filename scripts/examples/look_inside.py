@@ -54,7 +54,9 @@ def steer(model, text, target, layer, steps=31, rate=2.0):
 
 
 def probe(model, layer):
-    """Whether a linear probe tells from a layer's state at the end of a sentence that it names a capital."""
+    """Tests whether a linear probe on a layer's state at the end of a sentence tells that the sentence names
+    a capital.
+    """
     tok = model.tokenizer
     texts = [
         f"The capital of {land} is{city if named else ''}"

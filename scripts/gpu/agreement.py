@@ -1,15 +1,16 @@
-"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens.
+"""Tests whether two ways to run a model agree: their logits along one forced sequence of tokens are compared.
 
-Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
-quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
+Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16. The bounds for
+float16 are a quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to
+512 tokens:
 
 - Blocked jnp and emulated kernels, both in bfloat16, differ from each other by an RMS of at most 0.018 for
-  the 0.5B shape and 0.022 for any; at a position by at most 0.034 and 0.051. Their ids differ only where the
-  two best logits are closer than 0.016.
+  the 0.5B shape, and 0.022 for any shape. At a position they differ by at most 0.034 and 0.051. Their ids
+  differ only if the two best logits are closer than 0.016.
 - Both differ from the same model in float32 by 0.009 (one layer), 0.019 (four) to 0.031 (28), and at a
   position by at most 0.048 (four) and 0.091.
-- Attention's scale 5% too large gives an RMS of 0.052 or more (one layer: 0.040), for the 0.5B shape 0.094; a
-  shorter window, none, twice the RoPE theta or keys one slot off give 0.22 or more.
+- If attention's scale is 5% too large, the RMS is 0.052 or more (one layer: 0.040), and 0.094 for the 0.5B
+  shape. A shorter window, no window, twice the RoPE theta or keys one slot off give 0.22 or more.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ LEAST_FRACTION = 0.25  # of all ids: in 152k random logits 0.42 of the best two 
 
 
 class Forced(NamedTuple):
-    """What a model gives after each token of a forced sequence."""
+    """The outputs of a model after each token of a forced sequence."""
 
     logits_BTV: jax.Array  # float32
     id_BT: jax.Array  # int32: greedy ids, by the model's own argmax

@@ -39,7 +39,9 @@ class Array(NamedTuple):
 
     @property
     def is_in_hbm(self) -> bool:
-        """Whether it is in device memory: not if its layout has S(n). Single numbers do not count."""
+        """Returns True if the array is in device memory. It is not if its layout has S(n). Single numbers do
+        not count.
+        """
         return "S(" not in self.layout and self.size > 1
 
 
@@ -78,7 +80,7 @@ class Instruction:
 
     @property
     def takes_cycles(self) -> bool:
-        """Whether a TPU takes cycles to run it, as XLA schedules it."""
+        """Returns True if a TPU takes cycles to run the instruction, as XLA schedules it."""
         return int(_first(r'"estimated_cycles":"(\d+)"', self.attributes) or 0) > 0
 
     def called(self, key: str) -> str:

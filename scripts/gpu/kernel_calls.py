@@ -112,7 +112,7 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
 
 
 def _takes(impl: str, is_tpu: bool, keys: str, width: int, dtype: str) -> bool:
-    """Whether an implementation has such keys."""
+    """Returns True if an implementation supports such keys."""
     if is_tpu:
         return keys != "int4" and dtype == "bfloat16" and width in (64, 128, 256, 512)
     return impl != "mosaic" or not (keys.startswith("int") or width > 256 or dtype == "float32")

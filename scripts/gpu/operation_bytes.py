@@ -121,7 +121,7 @@ def _parameters(body: Computation, at: int) -> Iterator[str]:
 
 
 def _is_view(inner: Instruction) -> bool:
-    """Whether a fusion inside a fusion only gives an operand other tiles."""
+    """Returns True if a fusion inside a fusion only gives an operand other tiles."""
     return inner.opcode == "fusion" and "output_to_operand_aliasing" in inner.attributes
 
 

@@ -37,7 +37,7 @@ class Operation:
 
 
 class Counts(list[Operation]):
-    """What one run of a program, or of a part of it, does."""
+    """The operations of one run of a program, or of a part of it."""
 
     @property
     def bytes(self) -> float:

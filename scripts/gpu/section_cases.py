@@ -130,8 +130,8 @@ def time_call(call: Callable, sets: list[tuple], calls: int, repetitions: int = 
 
 
 def max_error(got: jax.Array, want: jax.Array) -> float:
-    """For ids, the fraction that differs. Otherwise the largest relative error of a row [..., H]: the norm of
-    the difference over the norm of the expected row.
+    """Returns the fraction of ids that differ or, for other arrays, the largest relative error of a row [...,
+    H]: the norm of the difference over the norm of the expected row.
     """
     if want.dtype == jnp.int32:
         return float(np.mean(np.asarray(got) != np.asarray(want)))

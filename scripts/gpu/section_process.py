@@ -84,7 +84,9 @@ def run_case(case: Any) -> dict[str, Any]:
 
 
 def device_works() -> bool:
-    """Whether the device still computes. For example, an illegal address breaks a CUDA context for good."""
+    """Returns True if the device still computes. For example, an illegal address breaks a CUDA context for
+    good.
+    """
     import jax.numpy as jnp
 
     try:

@@ -196,7 +196,9 @@ def answer_of(request: xj.types.Request) -> tuple[list[int], list[float]]:
 
 
 def same_outcome(first: tuple, complete: tuple) -> bool:
-    """Whether two outcomes are equal bit for bit. If the first one was cut short, only its tokens count."""
+    """Returns True if two outcomes are equal bit for bit. If the first one was cut short, only its tokens
+    count.
+    """
     (out, prompt) = first
     (expected, expected_prompt) = complete
     if isinstance(out, str):
@@ -217,8 +219,8 @@ def same_outcome(first: tuple, complete: tuple) -> bool:
 def matches_generate(
     model: xj.Model, cache_dtype: str | None, margin: float, request: RandomRequest, outcome: tuple
 ) -> bool:
-    """Whether `generate` gives these tokens, up to a token whose two best logits differ by less than the
-    margin.
+    """Returns True if `generate` gives these tokens, up to a token whose two best logits differ by less than
+    the margin.
     """
     out = outcome[0]
     if isinstance(out, str):

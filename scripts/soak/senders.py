@@ -1,5 +1,5 @@
-"""How a request of an attack is sent: by an HTTP client, or as no HTTP client sends it. A sender gets the
-target, a path and a body, and returns a status and the start of what the server said.
+"""Senders of the requests of an attack: by an HTTP client, or as no HTTP client sends them. A sender gets the
+target, a path and a body, and returns a status and the start of the server's response.
 """
 
 import contextlib
