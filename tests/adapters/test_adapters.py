@@ -101,7 +101,9 @@ BOTH = ["embed", "lm_head", "down"]
     [(["embed", "q"], None), (["lm_head"], None), (BOTH, None), (BOTH, "int8"), (["embed", "q"], "int4")],
 )
 def test_embedding_and_head(tmp_path, targets, quantize):
-    """Of a tied model: one adapter of both, or another of the head."""
+    """The test runs a tied model: one adapter applies to both embedding and head, or the head has another
+    one.
+    """
     params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
     adapter = random_adapter(4, 3, targets=targets)
     assert set(for_all_rows_only(adapter)) == {*targets} - {"q", "down"}
@@ -236,7 +238,7 @@ def test_vmap_takes_adapters():
 
 
 def test_a_prefix_belongs_to_one_adapter():
-    """Of other numbers, or of another scale alone."""
+    """Adapters with other numbers, or with another scale alone, have other fingerprints."""
     (adapter, other) = ADAPTERS
     scaled = xj.lora.Adapter(adapter.matrices, tuple(2 * scale for scale in adapter.scales))
     trees = [PARAMS, *(xj.lora.with_adapter(PARAMS, each) for each in (adapter, other, scaled))]

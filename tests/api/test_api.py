@@ -315,7 +315,7 @@ def test_bad_words_as_vllm_encodes_them(model):
 
 
 def test_dry_breakers_are_the_tokens_with_these_texts(model):
-    """By default llama.cpp's."""
+    """The defaults are llama.cpp's."""
 
     def breakers(**body):
         ids = parse(model, dry_multiplier=0.8, **body).options.sampling.dry_sequence_breakers
@@ -331,7 +331,7 @@ def test_dry_breakers_are_the_tokens_with_these_texts(model):
 
 @pytest.mark.full
 def test_bad_words_are_not_generated(model, engine):
-    """In generate and in an engine; a row without bad words is not affected."""
+    """The words are missing in `generate` and in an engine, and a row without bad words is not affected."""
     prompt = xj.encode_prompt(model, tiny.QUESTION)
     sampling = parse(model, bad_words=["s", "es,"]).options.sampling
     options = [xj.GenerateOptions(max_tokens=6, sampling=sampling), xj.GenerateOptions(max_tokens=6)]
@@ -375,7 +375,9 @@ def test_fields_of_reasoning(model):
 
 
 def test_the_servers_own_messages_are_taken(model):
-    """With content that is null: an answer cut within its reasoning, a refusal, and a tool's result."""
+    """Messages whose content is null are taken: an answer cut within its reasoning, a refusal, and a tool's
+    result.
+    """
     own = [
         dict(role="assistant", content=None, reasoning="hm", reasoning_content="hm", refusal=None),
         dict(role="assistant", content=None, refusal="No."),
@@ -467,7 +469,7 @@ def with_logprobs(tokenizer, *words):
 
 
 def test_token_texts_keep_their_leading_space(sentencepiece):
-    """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
+    """The joined token texts are the text, and offsets match, in an echoed completion and in a chat."""
     parsed = ParsedBody(
         "completion", [], xj.GenerateOptions(max_tokens=9), None, 9, 1, True, False, xj.RequestOptions(), []
     )
@@ -537,7 +539,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
 
 
 def test_assistant_messages_keep_their_tokens(model):
-    """In earlier assistant messages, added tokens that are not special keep their ids."""
+    """Added tokens that are not special keep their ids in earlier assistant messages."""
     backend = tiny.tokenizer()
     backend.add_tokens(["<think>", "</think>"])
     template = model.tokenizer.chat_template + "{# <think> </think> #}"

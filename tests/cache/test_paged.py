@@ -83,7 +83,7 @@ def contiguous_logits(model, tokens, dtype):
 
 @pytest.mark.parametrize("dtype", full_except(["float32"], CLOSE))
 def test_paged_logits_equal_contiguous_logits(dtype):
-    """Of a layer with a window and one without."""
+    """The model has a layer with a window and a layer without one."""
     model = params, config = make_model("gemma3-old")
     rows = [np.random.RandomState(n).randint(0, config.vocab_size, n + STEPS) for n in LENGTHS]
     table_BP = scattered_table(LENGTHS)
@@ -106,7 +106,9 @@ def test_paged_logits_equal_contiguous_logits(dtype):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied-old", "moe-defaults"])
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
-    """In every slot, beside other rows, from other pages; single tokens and draft tokens."""
+    """A row has the same bits in every slot, next to other rows, and from other pages. This holds for single
+    tokens and draft tokens.
+    """
     model = params, config = make_model(name)
     probe = np.random.RandomState(0).randint(0, config.vocab_size, 110)
 

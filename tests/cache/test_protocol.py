@@ -1,5 +1,5 @@
-"""What every cache with keys and values can do, against plain arrays: each kind of layer, each cache dtype,
-and a latent cache (one head, keys of width 24, values of width 16).
+"""Compares the methods of every cache with keys and values with plain arrays: each kind of layer, each cache
+dtype, and a latent cache (one head, keys of width 24, values of width 16).
 """
 
 import functools

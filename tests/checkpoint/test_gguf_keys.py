@@ -42,7 +42,9 @@ def test_every_key_of_the_format_has_a_role(arch):
 
 
 def opened(file, **changes):
-    """What the metadata make of a file, with changes by key; None: without the key."""
+    """Returns the settings that the metadata of a file make, with changes by key. None: the key is
+    removed.
+    """
     metadata = {key: value for key, value in (file.metadata | changes).items() if value is not None}
     (_, own, settings) = opening._settings(file._replace(metadata=metadata))
     config = from_hf(settings)
@@ -99,7 +101,7 @@ NEUTRAL = {
 @pytest.mark.unit
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_a_key_that_is_not_supported_is_named(tmp_path, key):
-    """At the value at which it does nothing it is read past."""
+    """A key is skipped if it has the value at which it does nothing."""
     (neutral, other) = NEUTRAL[key]
     files.write(tmp_path / "x.gguf", "qwen3moe")
     file = open_gguf(tmp_path / "x.gguf")

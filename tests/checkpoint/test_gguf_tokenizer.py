@@ -162,7 +162,9 @@ def named(**changes):
 
 
 def test_tokens_that_end_an_answer():
-    """By id and by text, as llama.cpp knows them; control tokens typed as text control tokens."""
+    """The tokens are found by id and by text, as llama.cpp knows them. Control tokens that are typed as text
+    become control tokens.
+    """
     tokens = ["a", "b", "ab", "<|im_end|>", "<|fim_pad|>", "</s>", "<|end|>", "<|fim_prefix|>"]
     kinds = [1, 1, 1, 1, 3, 1, 4, 1]
     found = named(tokens=tokens, token_type=kinds, eot_token_id=2)

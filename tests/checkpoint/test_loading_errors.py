@@ -237,7 +237,9 @@ def test_hub_error_is_reported_in_one_line(monkeypatch, error):
 
 @pytest.mark.full
 def test_offline_the_error_has_no_traceback_of_the_hub(tmp_path):
-    """With the real huggingface_hub in offline mode: one traceback from Python, one line from a command."""
+    """The real huggingface_hub in offline mode gives one traceback from Python, and one line from a
+    command.
+    """
     load = "import xinfer_jax as xj; xj.load_model('owner/name')"
     command = (
         "import xinfer_jax.cli.answer_flags as c;"

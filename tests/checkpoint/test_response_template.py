@@ -150,7 +150,7 @@ def test_other_templates_are_rejected(change, said):
 
 
 def test_a_parser_of_another_form_leaves_content():
-    """What the checks of a template do not know is found with a call, which is text then."""
+    """Errors that the checks of a template do not know are found with a call, which then is text."""
     field = XML["fields"]["tool_calls"]
     wrong = field | dict(content_args=field["content_args"] | dict(value_parser="json"))
     template = parse_response_template(XML | dict(fields=XML["fields"] | dict(tool_calls=wrong)))

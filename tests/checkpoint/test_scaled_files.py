@@ -363,7 +363,7 @@ def test_fp8_files_that_are_wrong(tmp_path):
 
 
 def test_modelopt_settings_in_a_separate_file(tmp_path, caplog):
-    """With scales of keys and values, which one warning names, and scales of matrices in arrays."""
+    """The files have scales of keys and values, which one warning names, and scales of matrices in arrays."""
     stored, equal = convert(float_tensors(HF), nvfp4)
     stored |= {name: x[None] for name, x in stored.items() if name.endswith("weight_scale_2")}
     stored["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(1)

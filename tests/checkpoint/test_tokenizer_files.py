@@ -61,7 +61,7 @@ def test_a_json_file_that_is_too_large_is_rejected(copied):
 
 
 def test_shards_may_be_links(copied):
-    """As in a hub's cache, where files are links to blobs elsewhere."""
+    """Files in a hub's cache are links to blobs elsewhere."""
     assert xj.load_model(copied).params
 
 

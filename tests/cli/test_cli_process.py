@@ -220,7 +220,9 @@ def test_interrupt_while_generating(environment, good):
     ],
 )
 def test_scripts_need_no_installed_package(tmp_path, script, args, code, output):
-    """Without site no editable install is found; sys.path then has everything but this checkout."""
+    """The script runs without site, so no editable install is found. Then sys.path has everything except this
+    checkout.
+    """
     elsewhere = [path for path in sys.path if path and not (Path(path) / "xinfer_jax").is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(elsewhere)}
     run = process(environment, "-S", SCRIPTS / script, *args, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""What was wrong with the engine once, and must not come back."""
+"""Tests of faults that the engine once had, and that must not come back."""
 
 import asyncio
 import dataclasses

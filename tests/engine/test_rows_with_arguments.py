@@ -76,7 +76,7 @@ def own_engine(model):
 
 @pytest.fixture
 def engine(own_engine, adapters):
-    """With the adapters a, b and c."""
+    """Yields an engine with the adapters a, b and c."""
     for name in list(own_engine.adapters):
         own_engine.remove_adapter(name)
     for name, adapter in zip("abc", adapters, strict=True):

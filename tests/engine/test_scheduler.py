@@ -309,7 +309,9 @@ class FakeDevice:
         assert {*self.scheduler.waiting_for_files} <= {*self.queue} & {read.row for read in self.reads}
 
     def finish(self):
-        """In every step some row computes a token, until all have ended: no token is computed twice."""
+        """Steps until all rows have ended. Some row computes a token in every step, and no token is computed
+        twice.
+        """
         while self.rows:
             if self.reads:
                 self.end_read(0, 99)

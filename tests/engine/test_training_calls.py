@@ -1,4 +1,6 @@
-"""What training calls: an engine pauses, lends the memory of its pages, and gives rollouts as arrays."""
+"""Tests the calls of a trainer: an engine pauses, lends the memory of its pages, and gives rollouts as
+arrays.
+"""
 
 import asyncio
 import pickle
@@ -25,7 +27,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine() -> xj.Engine:
-    """Of a hybrid: it has pages, recurrent states and snapshots."""
+    """Returns the engine of a hybrid: it has pages, recurrent states and snapshots."""
     config = cases.CASES["qwen3-5-tied"].config
     model = xj.Model(cases.params_from(config, cases.random_tensors(config, 3)), config)
     return xj.Engine(model, rows=3, capacity=256, pages=12, chunk=64, warm_up=True)
@@ -167,7 +169,7 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
 
 
 def test_large_logits_are_of_the_last_layers_alone(monkeypatch):
-    """Where logits are large, groups of layers before the last have a program without them."""
+    """If logits are large, groups of layers before the last one have a program without logits."""
     config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=6))
     params = xj.init_params(config, jax.random.key(0), "float32")
     assert len(layer_groups(config, 5)) == 2

@@ -292,7 +292,7 @@ def test_a_long_document_is_truncated_before_the_template(reranker):
 
 
 def test_both_parts_have_the_ids_of_the_whole_text(reranker):
-    """With Qwen's tokenizer, whatever a query and a document end and begin with."""
+    """The ids agree with Qwen's tokenizer, whatever characters a query and a document begin and end with."""
     if not (directory := DATA / "qwen2.5-0.5b-instruct").exists():
         pytest.skip("needs the tokenizer of Qwen2.5")
     tokenizer = xj.Tokenizer.from_dir(directory)

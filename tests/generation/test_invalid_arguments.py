@@ -236,7 +236,7 @@ def test_bad_options_raise(params, name, value):
     ],
 )
 def test_options_that_do_not_fit_raise(params, given, message):
-    """Of a stream before its first token is asked for."""
+    """A stream raises before its first token is asked for."""
     options = xj.GenerateOptions(**dict(max_tokens=2, capacity=4) | given)
     for call in (xj.generate, xj.stream):
         with pytest.raises(xj.InputError, match=message):

@@ -1,4 +1,6 @@
-"""Which programs a call compiles: few, whatever the number of layers. Both executors return the same."""
+"""Tests of the programs that a call compiles: they are few, whatever the number of layers. Both executors
+return the same.
+"""
 
 import compiling
 import jax
@@ -107,7 +109,7 @@ def test_programs_that_each_call_compiles(model):
     ],
 )
 def test_arguments_choose_the_executor(monkeypatch, prompts, given, in_one_loop):
-    """Of `generate`: rows x new tokens. `stream` decodes layer by layer."""
+    """The product of rows and new tokens decides for `generate`. `stream` decodes layer by layer."""
     model = layers(2, max_position_embeddings=512)
     chosen = []
 
@@ -178,7 +180,7 @@ def test_each_kind_of_layer_has_a_program():
 
 
 def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
-    """From the shapes of an opened checkpoint."""
+    """The shapes of an opened checkpoint are enough to compile it."""
     from xinfer_jax.checkpoint.loading import open_checkpoint
 
     opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40, vocab_size=264)))
@@ -227,7 +229,7 @@ def test_layer_groups():
     ],
 )
 def test_layerwise_prefill_width(rows, widths):
-    """As few chunks as with 256 tokens of all rows each, and little padding."""
+    """The width gives as few chunks as with 256 tokens of all rows each, and little padding."""
     assert {n: LayerwiseExecutor.prefill_width(n, rows) for n in widths} == widths
 
 

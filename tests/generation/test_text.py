@@ -83,7 +83,7 @@ def test_a_list_with_stop_strings(model):
 
 
 def test_the_stop_string_completed_first_counts(model):
-    """In a single prompt and in a list."""
+    """The rule holds in a single prompt and in a list."""
     options = xj.GenerateOptions(max_tokens=16, stop_strings=("Yes,", "e"))
     assert xj.generate_text(model, QUESTION, options) == "Y"
     assert list(xj.stream_text(model, QUESTION, options)) == ["Y"]

@@ -85,7 +85,7 @@ def reference(model, prompt, key, sampling, allowed):
     full_except([("choice", HOT)], [("lark", xj.SamplingConfig()), ("lark", HOT), ("choice", HOT)]),
 )
 def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, grammar, sampling):
-    """By `generate`, `stream` and the engine."""
+    """The rows of `generate`, of `stream` and of the engine are compared."""
     allowed = lambda ids: grammar_cases.allowed_in_choice(model, TEXTS, ids)  # noqa: E731
     want = [reference(model, p, key, sampling, allowed) for p, key in zip(PROMPTS, KEYS, strict=True)]
     given = options(model, grammar, sampling=sampling)

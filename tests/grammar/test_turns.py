@@ -1,4 +1,4 @@
-"""Which process does a job, and whose job is next."""
+"""Tests of the choice of the process that does a job, and of the client whose job is next."""
 
 import threading
 from types import SimpleNamespace

@@ -58,7 +58,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
     "name, cache_dtype", [("qwen2", "int4"), ("windows-nope-untied", "int8")]
 )
 def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype):
-    """With a bias of keys (qwen2) that is larger than they are, and with rings."""
+    """The models have a bias of keys (qwen2) that is larger than the keys are, and rings."""
     config = from_hf(CONFIGS[name] | dict(hidden_size=64, head_dim=32)) if name == "qwen2" else None
     if config is None:
         params, config = build(name)

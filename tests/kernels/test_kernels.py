@@ -135,7 +135,7 @@ def decode_programs(dtype="bfloat16"):
 
 @pytest.fixture(params=["mosaic", "triton"])
 def fake_gpu(request, monkeypatch):
-    """As if this process had an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
+    """Makes this process seem to have an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
     selection = kernels_pallas.Selection(request.param, "an imaginary GPU")
     monkeypatch.setattr(kernels_pallas.dispatch, "device_impl", lambda: selection)
     jax.clear_caches()  # no earlier trace

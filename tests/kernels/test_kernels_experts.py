@@ -94,7 +94,7 @@ def test_biases_and_a_limit():
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matrices_in_mxfp4(dtype):
-    """With all numbers of 4 bits; three groups of inputs, and of features."""
+    """The matrices have all numbers of 4 bits, three groups of inputs, and three groups of features."""
     bytes_of = np.random.RandomState(0).randint
     draws = jax.random.split(jax.random.key(0), 5)
     shapes = [(X, 3, 16, 96)] * 3
@@ -198,7 +198,9 @@ def test_select_takes_triton_on_every_gpu(monkeypatch):
     ],
 )
 def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):
-    """With the check of varying axes; a device runs its kernels, whatever it has to skip."""
+    """The layer is lowered with the check of varying axes. A device runs its kernels, whatever it has to
+    skip.
+    """
     config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
     layer = {name: layer[name] for name in ("router", "experts")}
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="tpu" if impl == "tpu" else "gpu")

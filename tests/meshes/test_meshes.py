@@ -59,7 +59,7 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
 
 
 def main():
-    """With the check and without, on meshes of both axis types: equal results."""
+    """Compares results with the check and without, on meshes of both axis types: they are equal."""
     params = random_params(CONFIG)
     outs = []
     for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):

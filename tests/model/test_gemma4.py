@@ -57,7 +57,7 @@ def test_generated_tokens_by_cache_stream_and_drafts(model):
 
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
-    """Over pages in int8, whose heads have two widths."""
+    """The engine has pages in int8, whose heads have two widths."""
     family_checks.check_engine_bits(model)
 
 

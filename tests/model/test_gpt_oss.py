@@ -38,7 +38,7 @@ def test_generated_tokens_by_cache_and_drafts(model):
 
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
-    """Over pages in int8, with the bias of keys apart."""
+    """The engine has pages in int8, and the bias of keys is kept separately."""
     family_checks.check_engine_bits(model)
 
 
@@ -113,7 +113,7 @@ def test_rejected_settings(change, message):
 
 
 def test_defaults():
-    """Of an almost empty config.json: those of transformers."""
+    """An almost empty config.json has the defaults of transformers."""
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
     config = xj.ModelConfig.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
     assert config.layer_windows == (128, None, 128, None)

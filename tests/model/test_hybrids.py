@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def out(model):
-    """What it generates."""
+    """Returns the output of `generate`."""
     return xj.generate(*model, dataclasses.replace(CACHED, keep_prefix=True))
 
 

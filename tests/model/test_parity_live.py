@@ -95,7 +95,7 @@ def test_logits_and_greedy_ids(name):
 
 
 def test_stops_at_the_same_eos():
-    """At once, and after the tokens that `min_tokens` asks for."""
+    """Rows stop at once, and after the tokens that `min_tokens` asks for."""
     name = "qwen2-window-late-layers"
     config, params, model = build(name)
     prompts = cases.prompts(cases.CASES[name])
@@ -237,8 +237,8 @@ def test_top_k(seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_top_p(seed):
-    """Without ties, of which transformers keeps some at random and we all; without rows that end within
-    rounding of p.
+    """The rows have no ties, because transformers keeps some of the tied tokens at random, and this library
+    keeps all. No row ends within rounding of p.
     """
     logits_BV = random_logits(seed)[ROWS // 4 :]
     random = np.random.RandomState(seed)

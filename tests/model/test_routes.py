@@ -58,7 +58,9 @@ score = jax.jit(
 
 
 def assert_close(got, want, bound=2e-5, least=0.1):
-    """To a part of each array's largest number; of 1 where it is one number, a sum of many that cancel."""
+    """Compares to a part of each array's largest number. If the array is one number, a sum of many that
+    cancel, it compares to a part of 1.
+    """
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         at_least = 1.0 if y.size == 1 else least
         np.testing.assert_allclose(x, y, atol=bound * max(at_least, float(np.max(np.abs(y)))), rtol=0)

@@ -83,8 +83,8 @@ def test_an_identity_is_no_other_program(model):
 
 
 def test_gradients_of_a_steering_vector(model):
-    """Of a loss through the layers after the tap, computed again, against finite differences; vmap over
-    vectors.
+    """The gradient of a loss through the layers after the tap, which are computed again, equals finite
+    differences. vmap runs over vectors.
     """
     params, config, tokens_BT = model
 
@@ -106,7 +106,7 @@ def test_gradients_of_a_steering_vector(model):
 
 @pytest.mark.full
 def test_taps_with_a_cache_and_packing(model):
-    """Of one token after the others: what the whole text gives."""
+    """The reads of a token after the others equal the reads of the whole text."""
     params, config, tokens_BT = model
     keys = (0, "attention"), (0, "layer")
     taps = {key: xj.Tap(jnp.ones(config.hidden_size), add, read=True) for key in keys}

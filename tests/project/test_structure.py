@@ -163,7 +163,9 @@ def test_kernels_stand_alone(path):
 
 @pytest.mark.parametrize("folder", ["xinfer_jax", "scripts", "tests"])
 def test_kernels_have_one_name(folder):
-    """Under a second name Python would load a second copy of each module, whose state nobody changes."""
+    """Python would load a second copy of each module under a second name, and nothing changes the state of
+    that copy.
+    """
     if (ROOT / ".git").exists():  # An archive of the sources has a copy of the folder.
         assert (LIBRARY / "kernels_pallas").readlink() == Path("../kernels_pallas")
     paths = (ROOT / folder).rglob("*.py")
@@ -172,7 +174,7 @@ def test_kernels_have_one_name(folder):
 
 
 def names_kernels(node: ast.AST) -> bool:
-    """Whether a statement imports `kernels_pallas` as a package of its own."""
+    """Returns True if a statement imports `kernels_pallas` as a top-level package."""
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "kernels_pallas" for alias in node.names)
     is_absolute = isinstance(node, ast.ImportFrom) and not node.level

@@ -198,7 +198,7 @@ def test_a_processor_has_functions(how):
 
 @pytest.mark.full
 def test_each_function_has_keys_of_its_own(decode):
-    """Of each position too."""
+    """Each position has its own keys too."""
 
     def draw(key_B):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, V))(key_B)

@@ -100,7 +100,7 @@ def test_thresholds_survive_ties_infinities_and_signs():
 
 
 def test_repetition_penalty_comes_before_temperature():
-    """As in transformers: 2.0 / 4 is less than 1.0."""
+    """The order is the same as in transformers: 2.0 / 4 is less than 1.0."""
     rows = settings_per_row(xj.SamplingConfig(repetition_penalty=4.0), 1, len(LOGITS))
     seen = jnp.array([[True, False, False, False, False, False]])
     keys = random_keys.row_keys(jax.random.key(0), 1)
@@ -236,7 +236,7 @@ def test_sampling_from_candidates_equals_sampling_from_the_vocabulary():
 
 
 def test_a_config_is_a_pytree_of_what_is_set():
-    """Under jit and vmap nothing is asked for that the caller has not set: an n-gram size of 0 is no number
+    """Settings that the caller has not set are not read under jit and vmap: an n-gram size of 0 is no number
     of the program.
     """
     config = xj.SamplingConfig(temperature=0.5)

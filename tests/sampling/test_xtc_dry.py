@@ -22,13 +22,13 @@ V = 300  # more than the candidates
 
 
 def happens(probability: float, key, position: int) -> bool:
-    """Whether XTC removes tokens at a position: its draw, read back."""
+    """Returns True if XTC removes tokens at a position. It computes the draw again."""
     noise = float(gumbel_noise(key, position, DRAW_XTC, jnp.zeros(1, int))[0])
     return np.exp(-np.exp(-noise)) < probability
 
 
 def xtc_by_sorting(logits: np.ndarray, kept: np.ndarray, threshold: float) -> np.ndarray:
-    """What XTC leaves of the kept tokens, by llama.cpp's loop over the sorted ones."""
+    """Returns the kept tokens that XTC leaves, by llama.cpp's loop over the sorted ones."""
     order = np.argsort(-logits, kind="stable")
     order = order[kept[order]]
     p = np.exp(logits[order].astype(np.float64) - logits[order[0]])
@@ -86,7 +86,7 @@ def test_xtc_equals_sorting_on_both_paths():
 
 
 def test_frequency_of_xtc():
-    """Over positions and keys; a row's draw depends on no other row."""
+    """The frequency is counted over positions and keys. A row's draw depends on no other row."""
     B = 2000
     row = dict(xtc_threshold=0.1, temperature=1.0)
     settings = settings_per_row(xj.SamplingConfig(**row, xtc_probability=np.full(B, 0.3)), B, 3)
@@ -124,7 +124,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 9, 9], [11, 12, 13, 14, 11, 12, 13, 14, 11
 
 @pytest.mark.full
 def test_settings_equal_the_examples(model, monkeypatch):
-    """Where XTC always happens, and DRY without breakers and window."""
+    """XTC always happens here, and DRY has no breakers and no window."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "examples")
     pairs = [
         (xj.SamplingConfig(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.004),

@@ -115,7 +115,7 @@ def test_a_child_that_dies_fails_its_current_case(tmp_path, name, error, stderr)
 
 
 def test_a_child_that_asks_for_a_new_process_is_replaced(tmp_path):
-    """As after an error that ends the CUDA context."""
+    """A child asks for it after an error that ends the CUDA context."""
     by_section, failed = run(tmp_path, ["leaves"])
     assert [record["name"] for record in by_section["leaves"]] == ["case 0", "case 1", "case 2", "done"]
     assert not failed

@@ -242,7 +242,7 @@ def test_excess_requests_get_429(model):
 
 
 def test_disconnect_frees_the_slot(server):
-    """Of a stream, and of a whole response."""
+    """The client disconnects from a stream, and from a whole response."""
     assert server.idle()
     for streamed in (False, True):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
@@ -261,7 +261,7 @@ def test_disconnect_frees_the_slot(server):
 
 
 def test_streams_closed_at_random_times_end(server):
-    """On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes when its own work is done."""
+    """`asyncio.wait_for` on Python 3.11 swallows a cancellation that comes when its own work is done."""
     assert server.idle()
     draw = random.Random(0)
     data = json.dumps(dict(LONG, max_tokens=480, stream=True)).encode()

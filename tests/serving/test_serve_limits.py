@@ -345,7 +345,7 @@ def test_embeddings_equal_embed_texts(server, model):
 
 
 def test_documents_are_reranked(server, model, monkeypatch):
-    """As `xj.rerank` scores them, the best first."""
+    """The scores equal `xj.rerank`, and the best document is first."""
     documents = ["The capital of France", "Hello", "a"]
     asked = dict(query="Where?", documents=documents)
     status, error, _ = ask(server, "/v1/rerank", **asked)

@@ -41,7 +41,7 @@ def delta_call(impl, *operands, config=HYBRID) -> Call:
 
 
 def run_delta(impl, *operands, config=HYBRID):
-    """What the call returns, by the kernel of that name."""
+    """Runs the call by the kernel of that name, and returns its result."""
     call = delta_call(impl, *operands, config=config)
     return run("delta_step", call.plain, call.run_config, static=call.static, **call.operands)
 

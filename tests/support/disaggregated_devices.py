@@ -42,7 +42,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def idle(engine: xj.Engine) -> bool:
-    """Whether all pages are free or cached again; the end of a move may come after that of a request."""
+    """Returns True if all pages are free or cached again. The end of a move may come after the end of its
+    request.
+    """
     end = time.monotonic() + 120
     while engine.stats.pages_used and time.monotonic() < end:
         time.sleep(0.01)
@@ -72,8 +74,8 @@ def apart(model):
 
 
 def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
-    """In so few pages, and such short time slices, that rows are preempted. Programs of the other side are
-    not there.
+    """There are so few pages, and such short time slices, that rows are preempted. Programs of the other side
+    are not there.
     """
     assert isinstance(apart, xj.Engine)
     (first,) = engines_of(apart, "prefill")
@@ -145,7 +147,7 @@ def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
 
 
 def test_recurrent_states_move_with_their_pages():
-    """In so few pages that rows are preempted; the second time a prefix is reused."""
+    """There are so few pages that rows are preempted. The second time a prefix is reused."""
     config = cases.CASES["qwen3-5-tied"].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
     model = xj.Model(jax.device_put(params, jax.devices()[0]), config)
@@ -205,7 +207,9 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
 
 
 def test_keys_of_both_sides_are_computed_anew(apart, model):
-    """Of rows that prefill, move, wait for pages and decode, by the engines where they are then."""
+    """The keys belong to rows that prefill, move, wait for pages and decode. The engine that has the row then
+    computes them.
+    """
     start = apart.version
     versions = {start: model.params}
     versions |= {start + i: jax.tree.map(lambda x, i=i: x * (1 + i / 9), model.params) for i in range(1, 8)}

@@ -1,6 +1,6 @@
-"""What a family's small model has to do, whatever its layers are.
+"""Checks that a family's small model has to pass, whatever its layers are.
 
-`model` is what `small_model` returns.
+`model` is the result of `small_model`.
 """
 
 import dataclasses

@@ -96,7 +96,9 @@ def _choose(allowed: list[int], length: int, rng: random.Random) -> int:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """What answers to a schema may have: its texts, keys with escapes, numbers about its bounds."""
+    """Yields the parts that answers to a schema may have: its texts, keys with escapes, numbers about its
+    bounds.
+    """
     yield from (rb"\"", b"\\\\", rb"\u0022", rb"\u005c", b"-0", b"1e5", b".000", b"999999999", b'","', b'{"')
     found = [value]
     for one in found:  # grows
