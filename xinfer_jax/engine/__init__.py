@@ -14,7 +14,7 @@ On the device:
 
 - `engine_options` has the arguments of an engine, and `shape` has its sizes.
 - `device_programs` has the programs.
-- `held_table` has the things that requests name. `held_processors` and `held_vectors` have those of callers.
+- `held_table` has the things that requests name. `held_processors` and `held_vectors` have the functions and vectors of callers.
 - `host_pages` and `adapter_stack` are arrays of pages and of adapters.
 - `engine_device` has all arrays of an engine. `warm_up` decides when which programs are compiled.
 - `messages` and `controller` let other processes repeat the calls of process 0.
@@ -24,7 +24,7 @@ An engine:
 - `request_options`, `answers`, `requests` and `statistics` are the objects that callers see.
 - `page_files` and `page_tiers` move pages between device, host memory and files.
 - `weight_switch` and `core` take one step.
-- `async_sampling` samples for a trainer's asyncio code.
+- `async_sampling` gives answers as arrays, in event loops, for rollouts.
 - `weight_updates` replaces weights, `weight_receiver` takes them from trainers in other processes, and
   `replay` computes again which tokens came from which weights.
 - `held_adapters` has the adapters, and `pausing` pauses. `part_method` has the methods of these parts.
