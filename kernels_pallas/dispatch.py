@@ -48,7 +48,7 @@ def assume_device(
     """Inside, this process selects kernels as one with such an NVIDIA GPU or TPU does, to compile for it.
     jax's traces are dropped at both ends, since they do not know for which device they are.
 
-    capability: compute capability of a GPU, (9, 0) for Hopper; None: of a TPU. name: of the device, for the
+    capability: compute capability of a GPU, (9, 0) for Hopper. None: of a TPU. name: of the device, for the
     reasons of selections.
     """
     global _assumed
@@ -110,7 +110,7 @@ def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
 
 
 def unavailable_reason(impl: str | None) -> str | None:
-    """Why this process cannot run an implementation at all; None: it can. Ignore it for programs that are
+    """Why this process cannot run an implementation at all. None: it can. Ignore it for programs that are
     only compiled here.
     """
     if impl not in (None, *IMPLS):
@@ -130,11 +130,11 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
 
     Args:
         kernel: one of `KERNELS`.
-        impl: one of `IMPLS`; None: the one for the device of this process, or "xla" where it does not
-            support the call.
+        impl: one of `IMPLS`. None: the one for the device of this process, or "xla" where it does not support
+            the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches; q,
-            the taps of its convolution and the `DeltaState`. `SideBySide` is k, and v is None.
+            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches; q, the taps
+            of its convolution and the `DeltaState`. `SideBySide` is k, and v is None.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:
@@ -191,7 +191,7 @@ def platform_of(chosen: str, requested: str | None) -> str | None:
 
 
 def run_on_platform(platform: str | None, kernel: Callable, plain: Callable, *operands: Any) -> Any:
-    """`kernel(*operands)` in programs of this platform, `plain` in others; None: `kernel` in all programs."""
+    """`kernel(*operands)` in programs of this platform, `plain` in others. None: `kernel` in all programs."""
     if platform is None:
         return kernel(*operands)
     return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)

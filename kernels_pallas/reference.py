@@ -124,7 +124,7 @@ def gated_experts(  # noqa: PLR0913
     """Each token's weighted sum of the gated MLPs that it chose, Σ weight · down(activation(gate(x)) *
     up(x)); experts outside 0 … X - 1 count as zeros. The matrices are arrays, `Mxfp4`, or quantized `Matrix`
     whose arrays have a first axis X and whose groups have all inputs. biases: none, or [X, F], [X, F] and [X,
-    D]; limit: as in `gated`. float32 [M, D].
+    D]. limit: as in `gated`. float32 [M, D].
     """
     gate, up, down = map(_floats, (gate_XFD, up_XFD, down_XDF))
     x = x_MD.astype(jnp.float32)

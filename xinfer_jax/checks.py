@@ -28,7 +28,7 @@ def array_module(*sizes: Any) -> Any:
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns the value as an int; raises InputError where it is not an integer in least … most. Bools and
+    """Returns the value as an int; raises InputError if it is not an integer in least … most. Bools and
     floats are rejected.
     """
     number = _index(value)
@@ -56,7 +56,7 @@ def number_array(value: Any) -> Any:
 def check_token_ids(
     name: str, ids: Any, vocab_size: int | None = None, images: Mapping[int, str] | None = None
 ) -> list[int]:
-    """Returns any collection of ids as a list of ints. Raises InputError where it is not a collection of
+    """Returns any collection of ids as a list of ints. Raises InputError if it is not a collection of
     integers, or an id is outside the vocabulary or one of `images`, as in `ModelConfig.placeholder_ids`.
     """
     if isinstance(ids, np.ndarray | jax.Array):
@@ -102,7 +102,7 @@ def check_array(name: str, value: Any, kind: Any, *shape: int | str) -> None:
 
 
 def check_range(name: str, values: Any, least: int, most: int) -> None:
-    """Raises InputError where an array has a number outside least … most."""
+    """Raises InputError if an array has a number outside least … most."""
     if isinstance(values, jax.core.Tracer):
         return
     values = np.asarray(values)

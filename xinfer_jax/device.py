@@ -29,7 +29,7 @@ def default_dtype(narrow: Any) -> Any:
 
 
 def chunk_of_all_rows(length_B: Any) -> int:
-    """Returns the most tokens of all rows in a prefill chunk; 0: no number of its own.
+    """Returns the most tokens of all rows in a prefill chunk. 0: no number of its own.
 
     length_B: an array of the cache, or its shape.
     """
@@ -44,8 +44,8 @@ _GROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")
 
 
 def check_memory(need: int, what: str, remedy: str, have: int | None = None) -> None:
-    """Raises InputError where `what` needs more bytes than there are; remedy: the end of the error; have:
-    bytes, None: those of a device.
+    """Raises InputError if `what` needs more bytes than there are. remedy: the end of the error. have: bytes,
+    None: those of a device.
     """
     if need > (have := memory_bytes() if have is None else have):
         raise InputError(f"{what} need {need:,} bytes of memory, and there are {have:,}: {remedy}")

@@ -131,8 +131,8 @@ class TextEncoder:
         """prompt, truncate_prompt_tokens and escape are as in `embed_texts`.
 
         Args:
-            max_length: most tokens of a text; None: as the model allows.
-            truncation_side: the side that loses tokens; None: the tokenizer's.
+            max_length: most tokens of a text. None: as the model allows.
+            truncation_side: the side that loses tokens. None: the tokenizer's.
         """
         if not isinstance(prompt, str | None):
             raise InputError(f"prompt must be a text, got {format_value(prompt)}")

@@ -25,7 +25,7 @@ class MemoryPlan:
 
     def check(self, remedy: str, have: int | None = None) -> None:
         """Raises InputError, which ends with the remedy, if one memory has less, as far as that is known.
-        have: its bytes; None: those of the device.
+        have: its bytes. None: those of the device.
         """
         if (check_memory := plugin("device", "memory")) is not None:
             check_memory(self.total, str(self), remedy, have)

@@ -80,7 +80,7 @@ class RerankEncoder:
         self, model: Model, instruction: Any = None, truncate_prompt_tokens: int | None = None,
         escape: bool = True,
     ):  # fmt: skip
-        """Arguments and errors as of `rerank`."""
+        """Arguments and errors are the same as in `rerank`."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: texts cannot be reranked")
         check_causal(model.config, "rerank")
@@ -136,7 +136,7 @@ def _checked(name: str, text: Any) -> str:
 
 
 def no_yes_ids(model: Model) -> np.ndarray:
-    """The token ids of "no" and "yes". Raises InputError where one has several."""
+    """The token ids of "no" and "yes". Raises InputError if one has several."""
     assert model.tokenizer is not None  # it encodes the rows
     answers = [model.tokenizer.encode(word, False) for word in ("no", "yes")]
     if any(len(ids) != 1 for ids in answers):

@@ -36,7 +36,7 @@ def abstract_mesh_of(tree: Any) -> Any:
 
 
 def concrete_mesh_of(tree: Any) -> Mesh | None:
-    """Returns the mesh of devices whose axis "model" divides the arrays, outside a trace; None: there is
+    """Returns the mesh of devices whose axis "model" divides the arrays, outside a trace. None: there is
     none.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)[:1]]
@@ -54,7 +54,7 @@ def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: Any, rules: Mapping[str, str | None] = RULES
 ) -> PartitionSpec:
     """Returns the `PartitionSpec` of an array with these logical axes, each divided by its mesh axis in
-    `rules`. Raises InputError where the mesh does not fit the axes or sizes; mesh None: there is no check.
+    `rules`. Raises InputError if the mesh does not fit the axes or sizes; mesh None: there is no check.
     """
     mesh_axes = [rules[axis] if axis else None for axis in axes]
     for axis, mesh_axis, size in zip(axes, mesh_axes, shape, strict=True):
@@ -71,7 +71,7 @@ def partition_spec(
 
 
 def row_axis(mesh: Any, rows: int) -> str | None:
-    """Returns the mesh axis over which so many rows are divided; None: they are not."""
+    """Returns the mesh axis over which so many rows are divided. None: they are not."""
     size = mesh.shape.get(DATA, 1)
     is_manual = size > 1 and mesh.axis_types[mesh.axis_names.index(DATA)] == AxisType.Manual
     return DATA if size > 1 and rows % size == 0 and not is_manual else None
@@ -101,7 +101,7 @@ def constrain_heads(tree: Any, mesh: Mesh, has_rows: bool) -> Any:
 def check_divisible(
     axis: str, size: int, devices: int, along: str = MODEL, remedy: str = "choose a number that does"
 ) -> None:
-    """Raises InputError where a number of devices does not divide the size of a logical axis."""
+    """Raises InputError if a number of devices does not divide the size of a logical axis."""
     if size % devices:
         raise InputError(
             f"{axis} has {size}, which {devices} devices along {along!r} do not divide: {remedy}"
@@ -158,7 +158,7 @@ def memory_fraction(mesh: Mesh | None) -> float:
 
 def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
     """Returns the devices of each of `number` engines. own: those of the first; the others get as many.
-    Raises InputError where there are too few.
+    Raises InputError if there are too few.
     """
     own = own or jax.local_devices()[:1]
     candidates = jax.local_devices(backend=own[0].platform)

@@ -25,8 +25,8 @@ def prefill_attention(  # noqa: PLR0913
     Args:
         q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
             A page has 64 slots, a ring a multiple of 64.
-        block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
-        stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
+        block: keys per step, a multiple of 64. None: 128, or 64 above width 128.
+        stages: blocks of keys and values in shared memory. None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B, T, N, width = q_BTNH.shape

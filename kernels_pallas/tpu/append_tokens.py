@@ -42,7 +42,7 @@ def append_tokens(  # noqa: PLR0913
 ) -> tuple[jax.Array, SideBySide]:
     """The queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each row.
 
-    qkv: queries, keys and values [B, T, N or K, H]; angles: None, or cos and sin [B, T, P]; the rest as in
+    qkv: queries, keys and values [B, T, N or K, H]. angles: None, or cos and sin [B, T, P]; the rest as in
     `rope_append`. Numbers of all heads are in lanes, as products leave them.
     """
     B, T, N, H = qkv[0].shape

@@ -90,7 +90,7 @@ def repeats(experts, tile) -> Any:
 
 
 def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of one expert; axis: of its outputs."""
+    """Blocks of one expert. axis: of its outputs."""
 
     def block_index(*at):
         expert, part = index(*at)

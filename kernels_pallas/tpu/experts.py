@@ -114,7 +114,7 @@ def _call(  # noqa: PLR0913
     limit, interpret,
 ) -> jax.Array:  # fmt: skip
     """Runs the kernel for blocks of tokens, tiles, and parts of experts; float32 [M, D]. choices: arrays and
-    their blocks. rows: of a tile; None: those of a block.
+    their blocks. rows: of a tile. None: those of a block.
     """
     D = x_MD.shape[1]
     settings = expert_settings(x_MD.dtype, rows or block, matrices, activation, limit)

@@ -84,7 +84,7 @@ def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax
 
 
 def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
-    """Factors for `rotate_lanes` of these angles, for heads of that width; W: the width, or 128 lanes with as
+    """Factors for `rotate_lanes` of these angles, for heads of that width. W: the width, or 128 lanes with as
     many heads as they hold.
     """
     zeros = jnp.zeros_like(cos_RP)

@@ -124,8 +124,8 @@ def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) 
 def _quantize(refs, token, head, out_refs, place) -> None:
     """Stores a vector as levels, with their step and low.
 
-    refs: the vectors, and cosine and sine if it is rotated; token: its row and number; out_refs: levels and
-    scale; place: indices of these but for the columns.
+    refs: the vectors, and cosine and sine if it is rotated. token: its row and number. out_refs: levels and
+    scale. place: indices of these but for the columns.
     """
     x_ref = refs[0]
     H = x_ref.shape[-1]

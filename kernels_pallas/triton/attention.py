@@ -46,14 +46,13 @@ def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, splits=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao
-    et al. 2023).
+    """Attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao et al. 2023).
 
     The blocks of keys that a row needs are divided evenly among the splits, so that cost follows the length
     and every split has work.
 
     Args:
-        splits: programs per tile of queries; None: enough for the whole GPU. Where rows and heads give about
+        splits: programs per tile of queries. None: enough for the whole GPU. Where rows and heads give about
             one program for each multiprocessor there is one split: partial results would cost a launch, and
             with small keys a tenth of their bytes. A row that is longer than the others then takes longer.
     """

@@ -59,7 +59,7 @@ def add_run(
 ) -> list[jax.Array]:  # fmt: skip
     """The sums, float32 [M, O] of each matrix, plus the products of a run.
 
-    xs: x of the run's halves; matrices: `Matrix` in groups, or `Mxfp4`; at: the expert, or nothing.
+    xs: x of the run's halves. matrices: `Matrix` in groups, or `Mxfp4`. at: the expert, or nothing.
     """
     dtype = xs[0].dtype
     total_M = jnp.sum(sum(x_MY.astype(jnp.float32) for x_MY in xs), 1)

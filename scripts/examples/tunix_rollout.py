@@ -32,7 +32,7 @@ class EngineRollout(BaseRollout):
 
     Args:
         model: an `xj.Model`.
-        convert: (tunix's parameters as a pure dict, config) -> a tree of this library; None: they are one.
+        convert: (tunix's parameters as a pure dict, config) -> a tree of this library. None: they are one.
         rollout_actor, tokenizer, mesh, rollout_config: what tunix gives; the model has its own.
         engine: further arguments of `xj.Engine`, as rows and capacity.
     """

@@ -41,7 +41,7 @@ class EngineSampler:
 
     Args:
         model: an `xj.Model`.
-        convert: (tunix's parameters as a pure dict, config) -> a tree of this library; None: they are one.
+        convert: (tunix's parameters as a pure dict, config) -> a tree of this library. None: they are one.
         mode: what becomes of unfinished answers when weights are replaced, as in `Engine.update`.
         engine: further arguments of `xj.Engine`, as rows and capacity. `routed_experts=True` is for experts
             of a mixture, and `support=True` for sampling masks.
@@ -78,7 +78,7 @@ class EngineSampler:
         return True
 
     async def get_mesh(self, **kwargs):
-        """The mesh of the parameters; None: they are on one device."""
+        """The mesh of the parameters. None: they are on one device."""
         return getattr(self._params["final_norm"].sharding, "mesh", None)
 
     # --- Inference ---

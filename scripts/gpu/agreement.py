@@ -181,7 +181,7 @@ class ForcedModel:
 
     def agreement(self, want: Callable[[Any, int], Forced] | None = None) -> dict[str, Any]:
         """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
-        want: gives the reference along tokens with a prompt of a number of them; None: this model with XLA.
+        want: gives the reference along tokens with a prompt of a number of them. None: this model with XLA.
         """
         prompt, length = (40, 80) if self._plan.tiny else (512, 576)
         draws = np.random.default_rng(0)

@@ -74,7 +74,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a loop; None: unknown."""
+        """Iterations of a loop. None: unknown."""
         count = _first(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(count) if count else None
 

@@ -63,7 +63,7 @@ class ProgramCounter:
 
     Args:
         module: from `hlo_text.parse_module`; of one device.
-        kernel_bytes: what a Pallas kernel moves; None: its operands and results.
+        kernel_bytes: what a Pallas kernel moves. None: its operands and results.
         trips: iterations of a loop whose number the text does not have.
         branch: which branch of the conditionals of a step itself counts, as 0 and -1; None, and of the
             conditionals within its parts: that which moves fewer bytes.

@@ -173,7 +173,7 @@ def report(
         program: one of `PROGRAMS`.
         card: to compile for.
         depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
-            without figures per layer; None: two and four periods of the layers' kinds; for a TPU, whose XLA
+            without figures per layer. None: two and four periods of the layers' kinds; for a TPU, whose XLA
             keeps the weights of few layers in VMEM during the whole loop, the model's own depth.
     """
     layers = full.config.num_hidden_layers

@@ -45,7 +45,7 @@ def unusable_reason(platform: str) -> str | None:
 
 
 def emulated(plan: SimpleNamespace) -> str | None:
-    """The implementation whose kernels --tiny emulates; None: kernels run on a device."""
+    """The implementation whose kernels --tiny emulates. None: kernels run on a device."""
     if not plan.tiny:
         return None
     return "interpret_tpu" if plan.platform == "tpu" else "interpret"

@@ -31,7 +31,7 @@ class PeftModule(NamedTuple):
     Attributes:
         name: in transformers' model, as "model.layers.0.self_attn.q_proj".
         specs: the matrices that it holds; of one expert they have no axis for experts.
-        expert: the one that it is of, where each has modules of its own; else None.
+        expert: the one that it is of, where each has modules of its own, otherwise None.
         is_wrapped: the parameter is that of the inner one of two wrappers.
     """
 
@@ -47,7 +47,7 @@ class PeftModule(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """X of a parameter with those of all experts; 0: it is none."""
+        """X of a parameter with those of all experts. 0: it is none."""
         return self.specs[0].shape[0] if len(self.specs[0].shape) > 2 else 0
 
     @property
@@ -125,7 +125,7 @@ class PeftModule(NamedTuple):
         return {path: LowRank(a, own) for path, own in zip(self.paths, bs, strict=True)}
 
     def pair(self, adapter: Adapter) -> tuple[dict[str, np.ndarray], int, float] | None:
-        """Its pair of tensors, their rank and their factor; None: the adapter changes none of its matrices.
+        """Its pair of tensors, their rank and their factor. None: the adapter changes none of its matrices.
         Matrices that have each their own `a` become one pair of the sum of their ranks.
         """
         scale_of = adapter.scale_of()
@@ -201,8 +201,8 @@ def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
 def of_all_experts(
     path: str, pairs: Mapping[int, tuple[LowRank, float]], num_experts: int
 ) -> tuple[LowRank, float]:
-    """The pair and the factor of a layer's experts from those of each. Raises InputError where some have
-    none, or others than the first.
+    """The pair and the factor of a layer's experts from those of each. Raises InputError if some have none,
+    or others than the first.
     """
     forms = {(pair.a.shape, scale) for pair, scale in pairs.values()}
     if len(pairs) < num_experts or len(forms) > 1:

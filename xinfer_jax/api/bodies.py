@@ -272,7 +272,7 @@ def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:
-    """Raises BodyError where an answer cannot have min_tokens tokens. given: the body has the field."""
+    """Raises BodyError if an answer cannot have min_tokens tokens. given: the body has the field."""
     least: Any = options.sampling.min_tokens  # type: ignore[union-attr]
     most = options.max_tokens
     if given and least > most:

@@ -57,7 +57,7 @@ _NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply
 
 
 class BodyError(InputError):
-    """A body that cannot be served. param: the field at fault; code: the API's error code, if it has one."""
+    """A body that cannot be served. param: the field at fault. code: the API's error code, if it has one."""
 
     def __init__(self, param: str, message: object, code: str | None = None):
         super().__init__(with_field_names(message) if isinstance(message, Exception) else message)
@@ -163,7 +163,7 @@ class Fields:
         return self._checked(name, _is_text, "a text")
 
     def strings(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
-        """A text or a list of texts, without duplicates. most: texts; longest: characters of each."""
+        """A text or a list of texts, without duplicates. most: texts. longest: characters of each."""
         value = self.values.get(name)
         if value is None:
             return tuple(default)
@@ -177,7 +177,7 @@ class Fields:
         return tuple(dict.fromkeys(text for text in texts if text is not None))
 
     def token_ids(self, name: str, vocab_size: int, most: int | None = None) -> list[int]:
-        """A list of token ids, without duplicates. most: ids in the list; None: the vocabulary's size."""
+        """A list of token ids, without duplicates. most: ids in the list. None: the vocabulary's size."""
         value = self.values.get(name, [])
         most = vocab_size if most is None else most
         if isinstance(value, list) and len(value) > most:

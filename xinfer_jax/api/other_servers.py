@@ -115,7 +115,7 @@ _CONSTRAINS = re.compile(
 
 
 def why_not_served(body: Mapping[str, Any], name: str, known: Collection[str]) -> str | None:
-    """Why a field that is not this server's is an error; "": it asks for nothing; None: nobody knows it.
+    """Why a field that is not this server's is an error. "": it asks for nothing. None: nobody knows it.
 
     Args:
         body: the fields that are not null.

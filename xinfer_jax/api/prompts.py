@@ -132,7 +132,9 @@ class PromptEncoder:
 
 
 def continued_text(fields: Fields) -> str:
-    """The content that the answer continues, with `continue_final_message`; else "". For a checked body."""
+    """The content that the answer continues, with `continue_final_message`, otherwise "". For a checked
+    body.
+    """
     if not fields.boolean("continue_final_message"):
         return ""
     (*_, last) = fields.values["messages"]

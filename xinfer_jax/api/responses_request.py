@@ -271,7 +271,7 @@ _ITEMS: dict[str, Callable[[list[dict[str, Any]], Mapping[str, Any]], None]] = d
 
 
 def _answer(messages: list[dict[str, Any]], takes: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The last message if it is the assistant's and `takes` one more part; else a new one."""
+    """The last message if it is the assistant's and `takes` one more part, otherwise a new one."""
     if not messages or messages[-1]["role"] != "assistant" or not takes(messages[-1]):
         messages.append(dict(role="assistant", content=None))
     return messages[-1]

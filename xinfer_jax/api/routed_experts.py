@@ -15,7 +15,7 @@ _START = "routed_experts_prompt_start"
 
 
 def parse_routed_experts(fields: Fields, config: ModelConfig, shortest_prompt: int) -> int | None:
-    """The first token whose experts the response has; None: it has none.
+    """The first token whose experts the response has. None: it has none.
 
     Args:
         fields: of the body: SGLang's `return_routed_experts` and vLLM's `routed_experts_prompt_start`.

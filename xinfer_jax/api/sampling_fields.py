@@ -37,7 +37,7 @@ def parse_sampling(
 
 
 def _value(setting: Setting, fields: Fields, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
-    """The value of a setting that a body has; None: it asks for nothing."""
+    """The value of a setting that a body has. None: it asks for nothing."""
     name = setting.field
     if setting.kind == "switch":
         return fields.boolean(name)

@@ -31,7 +31,7 @@ class ToolSettings:
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
-    """The tools of a body; None: it has none, or tool_choice "none": the prompt leaves them out."""
+    """The tools of a body. None: it has none, or tool_choice "none": the prompt leaves them out."""
     given = fields.values.get("tools")
     choice = fields.values.get("tool_choice", "auto")
     parallel = fields.boolean("parallel_tool_calls", True)

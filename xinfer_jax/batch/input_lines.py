@@ -53,7 +53,7 @@ def json_default(value: Any) -> Any:
 @contextmanager
 def open_input(path: str | Path) -> Iterator[BinaryIO]:
     """Opens a file for reading. `-` is standard input; a name that ends in .gz is decompressed. Raises
-    InputError where it does not exist, or cannot be read to its end.
+    InputError if it does not exist, or cannot be read to its end.
     """
     try:
         if str(path) == "-":

@@ -40,8 +40,8 @@ class ResumableOutput:
 
     def __init__(self, output: str | Path, settings: dict[str, Any]):
         """Opens and locks both files. settings: all that answers depend on, as JSON values; an earlier run
-        must have had the same. Raises InputError where another process writes to the files, or another run
-        made them.
+        must have had the same. Raises InputError if another process writes to the files, or another run made
+        them.
         """
         self._path = Path(output)
         self._progress = progress_file(output)
@@ -71,7 +71,7 @@ class ResumableOutput:
             self._open_files = stack.pop_all()
 
     def add(self, number: int, digest: bytes, line: bytes, failed: bool = False) -> None:
-        """Appends a line; failed: it is an error. Raises InputError where it cannot be written; the file then
+        """Appends a line. failed: it is an error. Raises InputError if it cannot be written; the file then
         stays as it was.
         """
         _write(self._file, line, self._path)

@@ -104,7 +104,7 @@ class Contiguous(LayerCache):
         return width, -(-self.slots // width)
 
     def get_block(self, i: Any, width: int, length_B: jax.Array, row: Any = None) -> Block:
-        """Block i of rows of these lengths, dequantized. row: of that row alone; None: of all."""
+        """Block i of rows of these lengths, dequantized. row: of that row alone. None: of all."""
         # The last block overlaps the one before it where the width does not divide S.
         first = i * width
         last_B1 = length_B[:, None] - 1

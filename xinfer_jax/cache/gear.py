@@ -121,8 +121,8 @@ def _directions(error_BKTH, basis_BKZH, first_B):
     """The Z directions of the largest quantization error of the first first_B[b] tokens; the old ones where
     first_B[b] is 0.
 
-    Fewer than Z tokens span fewer directions. The others are zeros; else rounding noise would choose them,
-    differently in each batch.
+    Fewer than Z tokens span fewer directions. The others are zeros, otherwise rounding noise would choose
+    them, differently in each batch.
     """
     counts_BT = jnp.arange(error_BKTH.shape[2]) < first_B[:, None]
     counted = jnp.where(counts_BT[:, None, :, None], error_BKTH, 0)

@@ -177,12 +177,12 @@ def init_cache(
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[LayerCache, ...]:
-    """The empty cache of each mixer that has its own; dtype: of keys and values, as in `cache_dtype_of`."""
+    """The empty cache of each mixer that has its own. dtype: of keys and values, as in `cache_dtype_of`."""
     return tuple(mixer.empty_cache(batch, capacity, dtype, mesh) for mixer in config.cached_mixers)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Bytes of the layers that `init_cache` makes; dtype: of keys and values, as in `cache_dtype_of`."""
+    """Bytes of the layers that `init_cache` makes. dtype: of keys and values, as in `cache_dtype_of`."""
     return batch * sum(mixer.row_bytes(capacity, dtype) for mixer in config.cached_mixers)
 
 
@@ -192,7 +192,7 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
-    """Raises InputError where one call cannot append this number of tokens to a row."""
+    """Raises InputError if one call cannot append this number of tokens to a row."""
     if tokens > cache.capacity:
         raise ContextLengthError(
             f"{tokens} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"

@@ -80,7 +80,7 @@ def sharded_pair(
 
 
 def shard_heads(tree: Any, mesh: Any, has_rows: bool = True) -> Any:
-    """The arrays divided by heads and rows over the mesh, in a traced function; None: unchanged."""
+    """The arrays divided by heads and rows over the mesh, in a traced function. None: unchanged."""
     if mesh is None:
         return tree
     from ..sharding import constrain_heads  # optional: meshes

@@ -57,7 +57,7 @@ class StoredKV(ShortRepr):
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
         """New keys or values, or both, in this form, with T slots. first_B: how many of the T tokens are the
-        first of their row; None: none.
+        first of their row. None: none.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class CacheDtype(NamedTuple):
 
 
 def quantized_dtype(dtype: Any) -> CacheDtype | None:
-    """The line of the table; None: a float type."""
+    """The line of the table. None: a float type."""
     return plugin("cache dtype", dtype) if isinstance(dtype, str) else None
 
 
@@ -111,12 +111,12 @@ def cache_dtype_of(dtype: Any) -> CacheDtype:
 
 
 def resolve_cache_dtype(dtype: Any) -> Any:
-    """A name in the table, or the float type; None: that of this device. Raises InputError for others."""
+    """A name in the table, or the float type. None: that of this device. Raises InputError for others."""
     return resolve_dtype(dtype) if quantized_dtype(dtype) is None else dtype
 
 
 def check_head_dim(width: int, dtype: Any) -> None:
-    """Raises InputError where that dtype, None for any float type, cannot store vectors of that width."""
+    """Raises InputError if that dtype, None for any float type, cannot store vectors of that width."""
     if (found := quantized_dtype(dtype)) is not None:
         found.check_width(width)
 

@@ -18,7 +18,7 @@ class ConfigDifference(NamedTuple):
 
 
 def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDifference | None:
-    """Returns the first field in which a checkpoint's config differs from a model's; None: the checkpoint
+    """Returns the first field in which a checkpoint's config differs from a model's. None: the checkpoint
     fits. The model may have key heads that a mesh repeated.
 
     Args:

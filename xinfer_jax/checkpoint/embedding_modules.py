@@ -57,7 +57,7 @@ class EmbeddingModules:
 
 
 def read_embedding_modules(path: Path) -> EmbeddingModules | None:
-    """Returns what a directory's modules.json asks for; None: there is none. Raises InputError."""
+    """Returns what a directory's modules.json asks for. None: there is none. Raises InputError."""
     text = read_text(path / "modules.json")
     if text is None:
         return None

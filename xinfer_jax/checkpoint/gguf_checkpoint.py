@@ -55,7 +55,7 @@ Settings = dict[str, Any]
 
 
 def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the header of a GGUF file, and those of its other splits. Arguments and errors as of
+    """Reads the header of a GGUF file, and those of its other splits. Arguments and errors are the same as in
     `load_model`.
     """
     file = open_gguf(path)

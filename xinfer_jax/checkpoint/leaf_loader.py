@@ -80,7 +80,7 @@ class LeafLoader:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
     def _kept_form(self, spec: FileSpec) -> KeptForm | None:
-        """The form in which a matrix of the files stays; None: it is read as floats."""
+        """The form in which a matrix of the files stays. None: it is read as floats."""
         if not self.keeps or not spec.is_quantizable:
             return None
         partition = leaf_partition(spec, self._num_devices)

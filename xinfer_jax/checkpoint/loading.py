@@ -317,7 +317,7 @@ def _open_params(
 
 
 def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
-    """All specs, and their tree. Raises InputError where the config has far more tensors than the files."""
+    """All specs, and their tree. Raises InputError if the config has far more tensors than the files."""
     if config.num_hidden_layers > len(tensors):
         raise InputError(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
@@ -350,7 +350,7 @@ def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec]
 
 
 def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
-    """Raises InputError where a tied model's matrix is stored twice with different values."""
+    """Raises InputError if a tied model's matrix is stored twice with different values."""
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)

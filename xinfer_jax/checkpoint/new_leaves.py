@@ -27,7 +27,7 @@ def new_leaves(source: Any, params: Params, config: ModelConfig) -> Iterator[tup
         params, config: of the model that gets the weights.
 
     Returns:
-        The leaves; None: the source is a tree of parameters.
+        The leaves. None: the source is a tree of parameters.
     """
     if isinstance(source, str | os.PathLike):
         return _leaves_of_directory(Path(source).expanduser(), params, config)

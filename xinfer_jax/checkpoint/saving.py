@@ -247,7 +247,7 @@ def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _name_like(original: Mapping[str, str], name: str, norm: str) -> str:
-    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model;
+    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model.
     norm: the name of the final norm, which every checkpoint has.
     """
     within = "model." if name.startswith("model.") else ""

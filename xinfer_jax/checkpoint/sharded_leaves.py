@@ -94,7 +94,7 @@ def leaf_partition(spec: ParamSpec, devices: int) -> LeafPartition:
 
 
 def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> None:
-    """Raises InputError where a part would split a group of inputs, or a block of them."""
+    """Raises InputError if a part would split a group of inputs, or a block of them."""
     if partition.axis != 1 or len(spec.shape) > 2 or not isinstance(struct, WeightLeaf):
         return
     part = partition.part_spec(spec).shape[1]

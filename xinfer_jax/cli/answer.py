@@ -46,7 +46,7 @@ Result = tuple[dict[str, Any], GenerateStats]  # the fields of the JSON output, 
 
 
 def answer_prompt(flags: Flags, prompt: str | None) -> int:
-    """Prints the answer to a prompt; the exit code. prompt None: process 0 has it."""
+    """Prints the answer to a prompt. Returns the exit code. prompt None: process 0 has it."""
     use_compilation_cache("xinfer-jax", flags.compilation_cache)
     join_processes()
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt

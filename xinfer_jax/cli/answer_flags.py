@@ -177,7 +177,7 @@ def define_grammar(parser: FlagParser) -> None:
 
 
 def check_grammar(parser: FlagParser) -> None:
-    """Raises InputError where several flags say what an answer has to be."""
+    """Raises InputError if several flags say what an answer has to be."""
     given = [f"--{name}" for name in GRAMMAR_FLAGS if parser.is_set(name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} both constrain the answer: leave out all but one")
@@ -259,7 +259,7 @@ main = command_main(PARSER, _run)
 
 
 def _check_combinations(parser: FlagParser) -> None:
-    """Raises InputError where flags contradict each other, or one has no effect."""
+    """Raises InputError if flags contradict each other, or one has no effect."""
     values = parser.values
     beams = parser.values.num_beams
     for_beams = ("length_penalty", "early_stopping")

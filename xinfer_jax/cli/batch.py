@@ -71,7 +71,7 @@ def _engine_starts(stop: SignalEvent) -> Iterator[None]:
 
 
 def merge_outputs(flags: Any) -> int:
-    """Merges the outputs of shards; the exit code."""
+    """Merges the outputs of shards. Returns the exit code."""
     lines, failed = merge_shards(flags.input, flags.output, flags.merge)
     errors = f", {failed} of them errors" if failed else ""
     status.log(f"{flags.output}: {lines} lines of {flags.merge} shards{errors}")

@@ -35,8 +35,8 @@ _WIDTHS = {
 
 
 def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> int:
-    """Prints the speeds of a model; the exit code. settings: of a config.json, for random weights; None: load
-    the checkpoint.
+    """Prints the speeds of a model. Returns the exit code. settings: of a config.json, for random weights.
+    None: load the checkpoint.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     with status("loading the model"):

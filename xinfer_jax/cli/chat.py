@@ -25,7 +25,9 @@ _COMMANDS = "there are /exit, /reset and /stats"
 
 
 def chat_loop(command: str, flags: Any) -> int:
-    """Answers the lines of standard input until it ends; the exit code. command: its name, for log lines."""
+    """Answers the lines of standard input until it ends. Returns the exit code. command: its name, for log
+    lines.
+    """
     use_compilation_cache(command, flags.compilation_cache)
     conversation = Conversation(flags)
     show_stats = flags.stats

@@ -47,7 +47,7 @@ class FlagParser:
         self._groups: dict[str, list[str]] = {}
 
     def add_text(self, name: str, help: str, empty: str = "", default: str | None = None) -> None:
-        """A text. empty: the remedy for an empty text; "": an empty text is allowed."""
+        """A text. empty: the remedy for an empty text. "": an empty text is allowed."""
         self._define(name, help, default, str, lambda text: text or not empty, empty)
 
     def add_texts(self, name: str, help: str, empty: str) -> None:

@@ -1,4 +1,4 @@
-"""The flags of `xinfer-jax plan` and scripts/plan.py. plan.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax plan` and scripts/plan.py. plan.py does the work, and jax is imported with it."""
 
 import dataclasses
 import os

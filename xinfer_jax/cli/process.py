@@ -167,7 +167,7 @@ def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
 
 
 def _user_error(error: Exception) -> str | None:
-    """The message for an error that the user can correct; None: it is a bug."""
+    """The message for an error that the user can correct. None: it is a bug."""
     text = str(error)
     if isinstance(error, InputError):
         return text

@@ -77,7 +77,7 @@ def supervise(parser: FlagParser) -> int | None:
 
 
 def member_from_flags(flags: Any) -> GroupMember | None:
-    """The group and this process's number in it, from flags or the cluster; None: it runs alone."""
+    """The group and this process's number in it, from flags or the cluster. None: it runs alone."""
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
         peers = any(name in flags and flags[name].value for name in ("peers", "peer", "weight_address"))

@@ -39,8 +39,8 @@ _EVAL_TEXTS = 96
 
 
 def quantize_checkpoint(flags: Any, calibration: list[str] | None, eval: list[str] | None) -> int:
-    """Quantizes a checkpoint as the flags say; the exit code. calibration, eval: documents of files; None:
-    the model samples them if flags ask for them.
+    """Quantizes a checkpoint as the flags say. Returns the exit code. calibration, eval: documents of files.
+    None: the model samples them if flags ask for them.
     """
     path = checkpoint_path(flags.model, hub=HubOptions(flags.revision))
     with status("loading the model"):

@@ -1,5 +1,5 @@
-"""The flags of `xinfer-jax quantize` and scripts/quantize.py. quantize.py does the work; jax is imported with
-it.
+"""The flags of `xinfer-jax quantize` and scripts/quantize.py. quantize.py does the work, and jax is imported
+with it.
 """
 
 import re

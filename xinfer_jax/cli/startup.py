@@ -48,7 +48,7 @@ def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
 
 
 def check_devices(flags: Any) -> None:
-    """Raises InputError where --data_parallel and --mesh need more devices than there are."""
+    """Raises InputError if --data_parallel and --mesh need more devices than there are."""
     device_groups(flags.data_parallel, flags.mesh and list(parse_mesh(flags.mesh).devices.flat))
 
 
@@ -98,7 +98,7 @@ def compile_status(work: str, prepare: Callable[[], Any]) -> Iterator[None]:
 
 
 def use_compilation_cache(command: str, directory: str | None) -> None:
-    """Sets jax's compilation cache. None: its environment variable's, or the user's; "": none."""
+    """Sets jax's compilation cache. None: its environment variable's, or the user's. "": none."""
     if directory is None:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "xinfer_jax")
         directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or user

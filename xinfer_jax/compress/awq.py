@@ -74,7 +74,7 @@ def awq_params(
         params, config: the model, in floating point.
         token_rows: token ids of the calibration text, a list per document; a few thousand tokens in all.
         quantize: "int8" or "int4".
-        group: inputs that share a scale; None: `group_size`.
+        group: inputs that share a scale. None: `group_size`.
         activations: "int8": activations are quantized too; int8 then has a scale per output.
     """
     check_activations(activations, quantize, group)
@@ -304,8 +304,8 @@ def _fold_scales(layer: Params, config: ModelConfig, scales: dict[str, jax.Array
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
     """Returns float parameters of the same function, in which one in 64 input channels of every matrix has
-    activations larger by a factor, to measure what quantization loses to them. Raises InputError where the
-    model has a part with which that is not supported.
+    activations larger by a factor, to measure what quantization loses to them. Raises InputError if the model
+    has a part with which that is not supported.
     """
     check_supported(config, "scales", "artificial outliers are", "leave them out")
 

@@ -127,22 +127,22 @@ class LayerSpec:
         return dataclasses.replace(self, mixers=tuple(mixers))
 
     def mixer_of(self, kind: str) -> Any:
-        """The spec of the mixer of a kind; None: the layer has none."""
+        """The spec of the mixer of a kind. None: the layer has none."""
         return next((mixer for mixer in self.mixers if mixer.kind == kind), None)
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """The softmax attention; None: the layer has none."""
+        """The softmax attention. None: the layer has none."""
         return self.mixer_of(AttentionSpec.kind)
 
     @property
     def mlp(self) -> MlpSpec | None:
-        """The MLP; None: the layer has none."""
+        """The MLP. None: the layer has none."""
         part = self.feed_forward
         return part if isinstance(part, MlpSpec) else getattr(part, "mlp", None)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The mixture of experts; None: the layer has none."""
+        """The mixture of experts. None: the layer has none."""
         part = self.feed_forward
         return part if isinstance(part, ExpertsSpec) else getattr(part, "experts", None)

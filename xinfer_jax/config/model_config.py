@@ -234,7 +234,7 @@ def check_config(config: Any) -> None:
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
     """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
-    `longest` tokens. Raises InputError where the factors would change during generation: cached keys would be
+    `longest` tokens. Raises InputError if the factors would change during generation: cached keys would be
     wrong.
     """
     limit = config.rope.switches_at

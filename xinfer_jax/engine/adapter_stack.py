@@ -82,7 +82,7 @@ class AdapterStack:
         return self._tree
 
     def set(self, run: Run, index: int, path: str, a: Any, b: Any, scale: float) -> None:
-        """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R; None: it has none."""
+        """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R. None: it has none."""
         self._tree = None  # the arrays are donated
         stack = self._stacks[path]
         own_a, own_b = (np.zeros((1, *x.shape[1:]), x.dtype) for x in stack)

@@ -41,7 +41,7 @@ class EngineCore:
         device: of this process, or the `Leader` of all processes.
         notify: is called with requests that have new tokens, or have ended.
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
-        files: for pages; None: none.
+        files: for pages. None: none.
         adapter_paths: of the matrices that adapters may change.
 
     Attributes:
@@ -339,7 +339,7 @@ class EngineCore:
         return {answer.row for answer in late}
 
     def _masks(self, answers: Sequence[Answer]) -> np.ndarray | None:
-        """uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
+        """uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next. None: all. A request
         whose grammar fails ends.
         """
         constrained = _with_masks(answers)

@@ -83,7 +83,7 @@ class EngineEndpoint:
             self._engine.enqueue([request])
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
-        """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`; None:
+        """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`. None:
         those of this engine.
         """
         deliver = partial(self._emit, "pages", target)
@@ -191,7 +191,7 @@ class PrefillCore(RoleCore):
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
-        `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
+        `placement` of the engine that decodes. None: of this one. deliver: is called with the copies.
         """
         if row not in self._prefilled:
             return

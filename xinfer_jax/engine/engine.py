@@ -48,7 +48,7 @@ class LocalEngine(EngineLoop):
         about: one line about its size, and the seconds until it was ready.
         role: as in `EngineOptions`.
         follower: in processes other than process 0.
-        channel: to other processes; None: there are none.
+        channel: to other processes. None: there are none.
         memory: the bytes that it takes.
     """
 

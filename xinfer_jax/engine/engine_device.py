@@ -76,7 +76,7 @@ class Device:
         pools: (k, v) of each mixer with keys.
         states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
-        host: pages in host memory; None: none, or this is a dry run.
+        host: pages in host memory. None: none, or this is a dry run.
         adapters: None: it has none.
     """
 
@@ -218,7 +218,7 @@ class Device:
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
-        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step; None: all.
+        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
         variants: of the slots that have one.
         """
         self._set_masks(masks_BQW)
@@ -312,13 +312,13 @@ class Device:
         self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
-        """The row of a slot, and its recurrent states; on_host: these in host memory."""
+        """The row of a slot, and its recurrent states. on_host: these in host memory."""
         states = self._states_of(slot)
         row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
-        """Puts what `get_row` returned into a slot; with_states: False: but for the recurrent states."""
+        """Puts what `get_row` returned into a slot. with_states: False: but for the recurrent states."""
         row, states = contents
         self._put_row(slot, row)
         if with_states:

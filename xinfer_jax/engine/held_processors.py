@@ -23,7 +23,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
     noun = "processor"
 
     def __init__(self, given: Any):
-        """given: (`LogitsProcessor`, arguments) by name; None: none. Raises InputError."""
+        """given: (`LogitsProcessor`, arguments) by name. None: none. Raises InputError."""
         super().__init__()
         pairs = {}
         for name, pair in self.check_given(given, "pairs of a LogitsProcessor and arguments").items():
@@ -72,7 +72,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return given
 
     def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
-        """`Callers` of a row before `start`. leaves: of what `of_request` returned; (): it names none."""
+        """`Callers` of a row before `start`. leaves: of what `of_request` returned. (): it names none."""
         none = self.of_request({})
         return jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
 
@@ -123,7 +123,7 @@ def repeated(x_1: Any, rows: int) -> Any:
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
-    """The arguments of one row as NumPy arrays of their own; like: of the same tree, shapes and types."""
+    """The arguments of one row as NumPy arrays of their own. like: of the same tree, shapes and types."""
     try:
         arrays = jax.tree.map(_array, arguments)
         if like is None:

@@ -33,18 +33,18 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     @classmethod
     def check_given(cls, given: Any, contents: str) -> Mapping[str, Any]:
-        """Returns what an engine is given, {} for None. Raises InputError where it is not a dict of names."""
+        """Returns what an engine is given, {} for None. Raises InputError if it is not a dict of names."""
         what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
         return _checked_mapping({} if given is None else given, what, cls.check_name)
 
     @classmethod
     def check_name(cls, name: Any) -> None:
-        """Raises InputError where nothing may have this name."""
+        """Raises InputError if nothing may have this name."""
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
             raise InputError(f"the name of a {cls.noun} must be a short text, got {format_value(name)}")
 
     def find(self, name: Any) -> Held:
-        """Returns what has this name. Raises InputError where nothing has."""
+        """Returns what has this name. Raises InputError if nothing has."""
         held = self._held
         if not isinstance(name, str) or name not in held:
             known = f"has {format_names(sorted(held), 8)}" if held else "has none"
@@ -57,7 +57,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
         return f"holds {format_names(self, 8)}" if self else "holds none"
 
     def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
-        """Returns the values that a request gives by name. Raises InputError where a name is unknown."""
+        """Returns the values that a request gives by name. Raises InputError if a name is unknown."""
         what = f"{self.noun}s of a request must be {values} by name of the engine's"
         return _checked_mapping(given, what, self.find)
 

@@ -53,7 +53,7 @@ class HostTier:
 
     def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
         """The first of these pages that are in host memory and then in files. names: other hashes of the same
-        pages, by which a file may be found; in_files: whether to look for files.
+        pages, by which a file may be found. in_files: whether to look for files.
         """
         host_pages = self.pool.find(hashes)
         if not in_files:

@@ -20,7 +20,7 @@ _LOGPROBS_PROGRAM = 1
 
 class PrefixCache:
     """Finds pages of prompts on the device and, with a host tier, in host memory and files. Arguments as of
-    `Scheduler`; enabled: False: it finds nothing.
+    `Scheduler`. enabled: False: it finds nothing.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PrefixCache:
 
     def take_snapshot(self, row: Row) -> int:
         """The snapshot into which a row's recurrent states are to be copied, as they are now at the end of a
-        chunk; 0: into none.
+        chunk. 0: into none.
         """
         if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
             return 0
@@ -81,7 +81,7 @@ class PrefixCache:
         return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
 
     def snapshot_at(self, row: Row, pages: int) -> int:
-        """The snapshot at the end of so many pages, found just now, of a row's prompt; 0: of none."""
+        """The snapshot at the end of so many pages, found just now, of a row's prompt. 0: of none."""
         if self._snapshots is None or not pages:
             return 0
         (snapshot,) = self._snapshots.find([(row.page_hashes if row.exact else row.token_hashes)[pages - 1]])

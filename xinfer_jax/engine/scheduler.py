@@ -50,7 +50,7 @@ class Scheduler:
         host: the prefix cache beyond the device.
         snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
             chunks, and cached pages are reused only up to one.
-        time_slice: seconds; 0: there are no time slices.
+        time_slice: seconds. 0: there are no time slices.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Scheduler:
         return actions
 
     def record_prefill(self, chunk: PrefillChunk) -> int:
-        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
-        snapshot into which the row's recurrent states are to be copied; 0: into none.
+        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the snapshot
+        into which the row's recurrent states are to be copied. 0: into none.
         """
         row = chunk.row
         if row.ended:
@@ -191,7 +191,7 @@ class Scheduler:
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
         """Frees the slot and the pages of a row in any state; a second call changes nothing. answer_ids: the
-        tokens that it sampled, to cache their pages; valid: False if its numbers were not finite: none of its
+        tokens that it sampled, to cache their pages. valid: False if its numbers were not finite: none of its
         pages is found again.
         """
         if row.ended:

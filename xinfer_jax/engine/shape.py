@@ -49,10 +49,10 @@ class EngineShape(EngineOptions):
         processors, vectors: `HeldProcessors`, `HeldVectors`.
         weight_bytes: of parameters and adapters.
         page_bytes: of one page in all layers.
-        state_bytes: of one row's recurrent states in all layers; 0: the model has none.
+        state_bytes: of one row's recurrent states in all layers. 0: the model has none.
         snapshots: of such states, which the prefix cache keeps.
         adapter_bytes: of all adapters.
-        num_routes: experts of a token in all layers, which are recorded with its keys; 0: they are not.
+        num_routes: experts of a token in all layers, which are recorded with its keys. 0: they are not.
     """
 
     capacity: int = 0
@@ -70,7 +70,7 @@ class EngineShape(EngineOptions):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of each pass; 0: no speculative decoding."""
+        """Draft tokens of each pass. 0: no speculative decoding."""
         return self.draft_tokens if self.draft else 0
 
     @property
@@ -190,7 +190,7 @@ def _check_number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _check_host_pages(model: Model, options: EngineOptions) -> None:
-    """Raises InputError where the options of pages beyond the device contradict each other."""
+    """Raises InputError if the options of pages beyond the device contradict each other."""
     host_pages = options.host_pages
     directory = options.page_directory
     if host_pages and state_bytes(model.config):

@@ -287,7 +287,7 @@ class Engine:
         return ""
 
     def check_local(self, what: str) -> None:
-        """Raises InputError where the engines are in other processes, which keep their weights."""
+        """Raises InputError if the engines are in other processes, which keep their weights."""
 
     def forget_prompts(self) -> None:
         """Forgets the prompts that engines were given. Call it after new weights: no engine has pages of
@@ -323,11 +323,11 @@ class Engine:
 
         Args:
             prompts: token ids, texts, or messages.
-            options: for all, or one per prompt; None: `GenerateOptions()`. Without `options.sampling` an
+            options: for all, or one per prompt. None: `GenerateOptions()`. Without `options.sampling` an
                 answer follows the model's generation_config.json. Options of a whole engine (capacity, impl,
                 cache_dtype, draft) raise `InputError`.
-            request_options: how the engine serves them; None: `RequestOptions()`.
-            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`; None:
+            request_options: how the engine serves them. None: `RequestOptions()`.
+            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`. None:
                 `jax.random.key(0)`, so another call gives the same answers.
             fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`. The adapter may
                 be a list with one per prompt.

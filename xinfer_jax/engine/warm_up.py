@@ -125,7 +125,7 @@ def create_device(
     """A device that can answer a short greedy request, and what compiles its other programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
-    warm_up: wait for all programs; is_busy: whether the engine has requests.
+    warm_up: wait for all programs. is_busy: whether the engine has requests.
     """
     warm = WarmUp()
     if concrete_mesh_of(params) is not None:

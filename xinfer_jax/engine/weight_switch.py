@@ -32,7 +32,7 @@ class WeightSwitch:
         Args:
             contents: the parameters, or (a, b, scale) of each matrix of the adapter.
             version: of these.
-            recomputes: rows compute their keys anew; else they go on with those that they have.
+            recomputes: rows compute their keys anew, otherwise they go on with those that they have.
         """
         self._core.sample_firsts()
         self.recomputes[adapter] = recomputes

@@ -146,7 +146,7 @@ def row_bytes(job: EngineLoad, n: int) -> int:
 
 
 def smallest_mesh(job: EngineLoad, memory: float) -> int | None:
-    """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
+    """The smallest number of devices with this many bytes of memory each that the job fits on. None: it fits
     on none.
     """
     return next((n for n in valid_mesh_sizes(job) if mesh_plan(job, n).total <= memory), None)

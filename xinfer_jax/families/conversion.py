@@ -119,7 +119,7 @@ def plan_tensors(
 ) -> dict[str, TensorOfLeaves]:
     """Returns the tensors that hold these leaves, by name.
 
-    like: tensors of a checkpoint; leaves are joined, or not, as there; None: as in published files.
+    like: tensors of a checkpoint; leaves are joined, or not, as there. None: as in published files.
     """
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
@@ -295,7 +295,7 @@ def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
 
 def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
     """The result, divided over a mesh as the source is: eager programs may replicate it. axes: of each of its
-    axes the source's; None: it is not divided.
+    axes the source's. None: it is not divided.
     """
     sharding = getattr(source, "sharding", None)
     if isinstance(source, jax.core.Tracer) or not isinstance(sharding, NamedSharding):

@@ -41,12 +41,12 @@ def attention_bias(hf: Mapping) -> dict[str, Any]:
 def with_windows(
     layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerSpec, ...]:
-    """Layers like this one, with these windows. sliding_rope: of those that have one; None: the model's."""
+    """Layers like this one, with these windows. sliding_rope: of those that have one. None: the model's."""
     return tuple(layer.with_mixer(window=window, rope=sliding_rope if window else None) for window in windows)
 
 
 def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
-    """The layer with attention to as many tokens after a token as before it. reach: how many; None: all."""
+    """The layer with attention to as many tokens after a token as before it. reach: how many. None: all."""
     if reach is None:
         return layer.with_mixer(window=None, ahead=MAX_CONTEXT)
     reach = min(reach, MAX_CONTEXT // 2)  # positions plus a window stay within int32
@@ -86,7 +86,7 @@ def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
 
 
 def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[str] | None:
-    """Returns `layer_types`, each one of the kinds; None: config.json has none."""
+    """Returns `layer_types`, each one of the kinds. None: config.json has none."""
     types = hf.get("layer_types")
     if types is None:
         return None

@@ -64,7 +64,7 @@ class FileSpec(ParamSpec):
 
     @property
     def layout_name(self) -> str | None:
-        """The tensor whose shape says whether the larger one has inputs first; None: it never has."""
+        """The tensor whose shape says whether the larger one has inputs first. None: it never has."""
         if not self.fused_name or len(self.shape) < 3 or self.interleaved:
             return None
         return self.fused_name.replace("gate_up_proj", "down_proj")
@@ -106,7 +106,7 @@ def file_specs(config: ModelConfig) -> Params:
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: as in `Family`; prefix: of a layer's tensors."""
+    """Returns `file_specs` by other names. mixer_names: as in `Family`. prefix: of a layer's tensors."""
     tree = param_specs(config)
     layers = []
     for i, layer in enumerate(tree["layers"]):
@@ -155,7 +155,7 @@ def _named(
 
 
 def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -> dict[str, Any]:
-    """The fields of a leaf that this tensor may hold. rows: of each of its leaves; groups: of rows."""
+    """The fields of a leaf that this tensor may hold. rows: of each of its leaves. groups: of rows."""
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}
     name = tensor.name + ends.get(kind, "")

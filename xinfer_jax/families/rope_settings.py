@@ -87,7 +87,7 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
 
 
 def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeConfig, RopeConfig | None]:
-    """Returns the embeddings of full and of sliding layers, where they may differ; None: they are equal.
+    """Returns the embeddings of full and of sliding layers, where they may differ. None: they are equal.
 
     Older files have `rope_scaling` for the full layers; newer ones have `rope_parameters` per layer type.
     sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.

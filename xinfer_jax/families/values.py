@@ -77,7 +77,7 @@ def get_object(hf: Mapping, name: str) -> Mapping:
 
 
 def reject_setting(hf: Mapping, name: str) -> None:
-    """Raises InputError where a setting that this family does not support is set."""
+    """Raises InputError if a setting that this family does not support is set."""
     if hf.get(name) is not None and hf[name] is not False:
         raise InputError(
             f"{name} {format_value(hf[name])} is not supported for model_type {hf['model_type']!r}"

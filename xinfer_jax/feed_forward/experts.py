@@ -35,7 +35,7 @@ def mixture_of_experts(
         config: of the model; its `experts` and the activation.
         run_config: its `over` divides the experts: the devices' outputs are summed. The derivative of a
             kernel is that of the plain form.
-        chosen: weights and experts of each token; None: those that the router chooses for x.
+        chosen: weights and experts of each token. None: those that the router chooses for x.
 
     Returns:
         [B, T, D] in the dtype of x.

@@ -40,8 +40,8 @@ class FeedForward:
         Args:
             params: of the layer.
             x_BTD: hidden states.
-            before: a norm of the hidden states, which comes first; None: there is none.
-            residual: is added to the output, [B, T, D]; None: nothing is.
+            before: a norm of the hidden states, which comes first. None: there is none.
+            residual: is added to the output, [B, T, D]. None: nothing is.
             run_config: how the program is made.
             given_BTU: experts in place of those that the router chooses; a token with -1 has the router's.
         """

@@ -139,7 +139,7 @@ class AwqGptqFormat(MatrixFormat):
         return min(self.group, even) if self.group > 0 else even
 
     def _groups(self, name: str, inputs: int, tensors: Tensors) -> np.ndarray | None:
-        """X.g_idx, the group of each input; None: neighbours share one."""
+        """X.g_idx, the group of each input. None: neighbours share one."""
         J = self._group_size(inputs)
         field = f"{name.removesuffix('.weight')}.g_idx"
         if self.layout == "awq" or field not in tensors:

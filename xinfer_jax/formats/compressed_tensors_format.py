@@ -238,7 +238,7 @@ def _divide(divisor: StoredTensor, scales: np.ndarray) -> np.ndarray:
 
 def _read_zeros(stored: Any, shape: tuple[int, int], packed: np.ndarray | None) -> Read:
     """Returns a reader of zero points. packed: their numbers by byte, where words hold those of neighbouring
-    outputs; None: they are int8.
+    outputs. None: they are int8.
     """
     if packed is None:
         return lambda rows, columns: dataclasses.replace(stored, shape=shape)[rows][:, columns]

@@ -23,9 +23,9 @@ def packed_tensors(
     Args:
         name: X.weight.
         leaf: the matrix, or those of experts; a `PaddedWeight` may hold it.
-        expert: which of them; None: there is one.
+        expert: which of them. None: there is one.
         dtype: of scales.
-        check: gets the zero points of a symmetric matrix, which are not written; None: it is not symmetric.
+        check: gets the zero points of a symmetric matrix, which are not written. None: it is not symmetric.
     """
     (outputs, inputs) = leaf.shape[-2:]
     stored: GroupedWeight = stored_weight(leaf)

@@ -69,7 +69,7 @@ class HubOptions:
 
     @property
     def _folder(self) -> str:
-        """The subfolder in its plain form, as names on the hub have it; "": the root."""
+        """The subfolder in its plain form, as names on the hub have it. "": the root."""
         folder = PurePosixPath(self.subfolder).as_posix()
         return "" if folder == "." else folder
 

@@ -32,7 +32,7 @@ class KeptForm(NamedTuple):
         struct: returns the shapes and types of a leaf of this shape: the matrix, experts or a part of them.
         fill: reads rows of a tensor. It gets the leaf, the tensor, its first row in the leaf, and a slice of
             its own rows.
-        order: the inputs of each group; None: in their own order.
+        order: the inputs of each group. None: in their own order.
         block: outputs and inputs that stay on one device.
     """
 
@@ -43,9 +43,9 @@ class KeptForm(NamedTuple):
 
 
 def kept_form(shape: Shape, parts: Sequence[Any], devices: int, asked: str | None) -> KeptForm | None:
-    """Returns the form in which the tensors of a matrix, or of experts, stay; None: they are read as floats.
+    """Returns the form in which the tensors of a matrix, or of experts, stay. None: they are read as floats.
 
-    devices: over which the inputs are divided; asked: the format that `quantize` names, if it is one.
+    devices: over which the inputs are divided. asked: the format that `quantize` names, if it is one.
     """
     (find, *others) = {getattr(part, "kept", None) for part in parts}
     return None if find is None or others else find(shape, parts, devices, asked)

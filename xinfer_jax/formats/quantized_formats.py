@@ -44,7 +44,7 @@ _REMEDY = (
 
 
 def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
-    """Returns the `quantization_config` of a checkpoint's config.json; None: it has none. Some programs write
+    """Returns the `quantization_config` of a checkpoint's config.json. None: it has none. Some programs write
     it elsewhere, or without quant_method. Raises InputError.
     """
     config = settings.get("quantization_config")
@@ -63,7 +63,7 @@ def not_kept(asked: str, path: Path) -> InputError:
 
 
 def read_format(config: Any) -> StoredFormat | None:
-    """Returns how a checkpoint with this `quantization_config` stores its matrices; None: as float numbers.
+    """Returns how a checkpoint with this `quantization_config` stores its matrices. None: as float numbers.
     Raises InputError.
     """
     if not config:
@@ -83,7 +83,7 @@ def read_format(config: Any) -> StoredFormat | None:
 
 
 def stored_format(config: Any, path: Path, quantize: str | None, dequantize: bool) -> StoredFormat | None:
-    """Returns the format in which matrices are stored; None: as floats. Raises InputError where the format is
+    """Returns the format in which matrices are stored. None: as floats. Raises InputError if the format is
     not supported, or the arguments of `load_model` do not suit it.
     """
     found = read_format(config)

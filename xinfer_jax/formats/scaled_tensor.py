@@ -142,7 +142,7 @@ class MatrixFormat(StoredFormat):
     stays_quantized = True  # whether its matrices stay as they are stored, unless they are dequantized
 
     def of_files(self, tensors: Tensors) -> Self:
-        """The format of a checkpoint with these tensors, by their names in the files. Raises InputError where
+        """The format of a checkpoint with these tensors, by their names in the files. Raises InputError if
         its settings do not fit them.
         """
         return self
@@ -175,7 +175,7 @@ def is_quick_pattern(text: str) -> bool:
 
 
 def check_groups(name: str, inputs: int, J: int) -> None:
-    """Raises InputError where groups of J inputs do not divide those of a matrix."""
+    """Raises InputError if groups of J inputs do not divide those of a matrix."""
     if inputs % J:
         raise InputError(f"{name} has {inputs} inputs, which groups of {J} do not divide")
 
@@ -216,7 +216,7 @@ def read_rows(stored: StoredTensor, shape: tuple[int, int], finish: Callable | N
 
 
 def group_of_inputs(name: str, stored: StoredTensor, J: int) -> np.ndarray | None:
-    """Returns the group of each input as a file has it; None: neighbours share one. Raises InputError."""
+    """Returns the group of each input as a file has it. None: neighbours share one. Raises InputError."""
     group_I = stored.array()
     natural_I = np.arange(len(group_I)) // J
     if np.array_equal(group_I, natural_I):

@@ -76,7 +76,7 @@ def stored_tensor(tensor: StoredTensor) -> TensorToWrite:
 def write_whole(path: Path, write: Callable[[Path | None], None]) -> None:
     """Writes a directory beside the path, and puts it in its place once it is whole.
 
-    write: gets the directory; None: in another process than the first, which takes part in gathering only.
+    write: gets the directory. None: in another process than the first, which takes part in gathering only.
     """
     temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("saving", "old"))
     is_first = jax.process_index() == 0

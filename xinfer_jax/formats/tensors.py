@@ -81,7 +81,7 @@ class StoredTensor:
 
     def read_into(self, out: np.ndarray, first: int) -> None:
         """Fills an array with rows (of the first axis) from `first` on, converted to its type. Raises
-        InputError where the file has become shorter, or cannot be read.
+        InputError if the file has become shorter, or cannot be read.
         """
         dtype = self.struct.dtype
         data = out if out.dtype == dtype else np.empty(out.shape, dtype)
@@ -196,7 +196,7 @@ class StoredFormat:
     @classmethod
     def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
         """Returns the settings of a checkpoint whose `quantization_config` names no method, with
-        `quant_method`; None: they are not in this format. settings: config.json of the directory.
+        `quant_method`. None: they are not in this format. settings: config.json of the directory.
         """
         return None
 
@@ -207,7 +207,7 @@ class StoredFormat:
 
     @classmethod
     def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any] | None:
-        """Returns the settings for leaves that are from no file of a format; None: they are not for it."""
+        """Returns the settings for leaves that are from no file of a format. None: they are not for it."""
         return None
 
     @classmethod

@@ -17,7 +17,7 @@ class BatchMatchers:
 
     Attributes:
         matchers: `grammar.matcher.Matcher` or `DfaMatcher` of these rows.
-        dfas: of each row; None: the host writes its masks, or it has no grammar.
+        dfas: of each row. None: the host writes its masks, or it has no grammar.
     """
 
     def __init__(self, matchers: Sequence[Any]):
@@ -36,9 +36,9 @@ class BatchMatchers:
         """The masks of all rows, in a new array.
 
         Args:
-            shape: [B, Q, W]; Q: 1, or one more than draft tokens.
-            active_R: bool: rows that continue; None: all. The others may sample anything, and do not.
-            draft_BT: int32; None: no drafts are verified next.
+            shape: [B, Q, W]. Q: 1, or one more than draft tokens.
+            active_R: bool: rows that continue. None: all. The others may sample anything, and do not.
+            draft_BT: int32. None: no drafts are verified next.
         """
         masks = np.full(shape, ALL_BITS)
         for row, matcher in self.matchers.items():

@@ -77,7 +77,7 @@ class BeamSearch(Strategy):
     tail: int  # most positions in which the beams of a prompt may differ
 
     def init(self, executor: Executor, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
-        """The first carry, and whether the search continues; cache: of the prompts, with these outputs."""
+        """The first carry, and whether the search continues. cache: of the prompts, with these outputs."""
         state, continues = executor.call(_FIRST, outputs, constants[1], self)
         prompt_R = np.repeat(np.arange(len(cache.length_B), dtype=np.int32), self.beams)
         return (state, executor.reorder(cache, prompt_R)), continues

@@ -20,7 +20,7 @@ from .validation import ValidatedCall
 
 
 class Drafting:
-    """The draft model or function of a call, whose draft `check` returned. params: of the draft model; None:
+    """The draft model or function of a call, whose draft `check` returned. params: of the draft model. None:
     a function proposes.
     """
 
@@ -61,7 +61,7 @@ class Drafting:
         return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
 
     def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
-        """The draft model's cache with the prompts; cache: of `new_cache`."""
+        """The draft model's cache with the prompts. cache: of `new_cache`."""
         tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
         return executor.prefill(RunnableModel(self.params, self._config), tokens, cache).cache
 

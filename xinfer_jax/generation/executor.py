@@ -61,7 +61,7 @@ class Executor(Protocol):
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
-        """Tokens of a row that the prefill program is compiled for; longest: tokens of the longest row."""
+        """Tokens of a row that the prefill program is compiled for. longest: tokens of the longest row."""
 
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
@@ -144,7 +144,7 @@ def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
 
 
 def decode_compiler_options() -> dict[str, Any] | None:
-    """XLA's options for decode programs on this machine; None: its defaults."""
+    """XLA's options for decode programs on this machine. None: its defaults."""
     options = plugin("compiler", "options")
     return None if options is None else options()
 

@@ -29,7 +29,7 @@ class Compilation(Protocol):
     """Programs that threads compile."""
 
     def wait(self, programs: int | None = None) -> None:
-        """Waits until the first so many programs are compiled; None: all. Raises what made one fail."""
+        """Waits until the first so many programs are compiled. None: all. Raises what made one fail."""
 
 
 def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Compilation, int]:

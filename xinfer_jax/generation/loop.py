@@ -188,7 +188,7 @@ def decode(
     run_config: RunConfig,
     watched_B: Any = None,
 ) -> Carry:
-    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit;
+    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit.
     watched_B: as of `goes_on`.
     """
     step = partial(strategy.step, TracedExecutor(run_config, inline), constants)

@@ -163,7 +163,7 @@ def score(  # noqa: PLR0913  a public function
 def _support_of_targets(
     support: Any, config: ModelConfig, tokens_BT: Any, reference: Any, teacher_topk: Any
 ) -> Any:
-    """The masks of all tokens but the first; None: none are given. Raises InputError."""
+    """The masks of all tokens but the first. None: none are given. Raises InputError."""
     if support is None:
         return None
     rows, tokens = tokens_BT.shape

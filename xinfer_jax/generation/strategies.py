@@ -45,13 +45,13 @@ class Strategy(abc.ABC):
         """The next carry; and what `active` gives of it, None within a trace."""
 
     def active(self, constants: tuple, carry: Carry) -> Any:
-        """bool [B]: the rows that continue; carry: first the state."""
+        """bool [B]: the rows that continue. carry: first the state."""
         return carry[0].active_B
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters, and the rows' `Extras`; carry: the
+    """One token of each active row per step. constants: the parameters, and the rows' `Extras`. carry: the
     state and the cache, and the routes of sampled tokens where a traced executor records them.
     """
 

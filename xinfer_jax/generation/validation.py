@@ -249,7 +249,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
-    """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
+    """Raises ContextLengthError if prompt and answer exceed the model's context or the cache."""
     new = options.max_tokens
     computed = longest + (new if new > 1 else 0)  # a single token comes from the prompt's own logits
     prefix_capacity = options.prefix.cache.capacity if options.prefix else None
@@ -267,8 +267,8 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
-    """The prompts as lists of ints. Raises InputError where they, called by `name`, are not non-empty lists
-    of ids of text.
+    """The prompts as lists of ints. Raises InputError if they, called by `name`, are not non-empty lists of
+    ids of text.
     """
     if not is_sequence(prompts):
         raise InputError(f"{name}s must be a list of lists of token ids, got {format_value(prompts)}")

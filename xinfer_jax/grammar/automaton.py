@@ -107,7 +107,7 @@ class Automata:
 
 
 def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> "Automata | None":
-    """The automata of the rows of `decode_loop`; None: no row has one. InputError: grammar is not `Dfa`s."""
+    """The automata of the rows of `decode_loop`. None: no row has one. InputError: grammar is not `Dfa`s."""
     dfas = grammar if is_sequence(grammar) else [grammar]
     given = [dfa for dfa in dfas if dfa is not None]
     if not all(isinstance(dfa, Dfa) for dfa in given):

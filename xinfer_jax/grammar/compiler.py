@@ -103,7 +103,7 @@ class ReasoningEnd:
     """Tells where the reasoning of an answer ends."""
 
     def __init__(self, tokenizer: Any, text: str | None):
-        """text: after which it ends; None: with the header of Harmony's channel `final`."""
+        """text: after which it ends. None: with the header of Harmony's channel `final`."""
         self._tokenizer = tokenizer
         self._text = text
         self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which the end stands
@@ -128,7 +128,7 @@ class ReasoningEnd:
         return before if header is None else header[1] is not None
 
     def _header(self, recent: list[int]) -> tuple[str, str | None] | None:
-        """Channel and function of the header that the last token ends; None: it ends no header."""
+        """Channel and function of the header that the last token ends. None: it ends no header."""
         if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
             return None
         return last_header(self._tokenizer.decode_marked(recent))

@@ -107,7 +107,7 @@ class Matcher:
     dfa = None
 
     def __init__(self, masks: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
-        """masks: `LocalMasks`, or what has its methods; waits_for: before it every token may come, but an EOS
+        """masks: `LocalMasks`, or what has its methods. waits_for: before it every token may come, but an EOS
         id only after a call.
         """
         self._masks = masks

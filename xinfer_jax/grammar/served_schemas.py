@@ -55,7 +55,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
 
     Args:
         schema: of JSON types.
-        strict: `uniqueItems` and formats that are not enforced are an error; else they are left out.
+        strict: `uniqueItems` and formats that are not enforced are an error, otherwise they are left out.
 
     Raises:
         GrammarError: constants and bounds that llguidance would change; minProperties where repeated keys
@@ -172,7 +172,7 @@ def _constants(value: Any) -> Iterator[Any]:
 
 
 def _check_exact(constant: str | int | float) -> None:
-    """Raises GrammarError where llguidance would write something else for a part of a const or an enum."""
+    """Raises GrammarError if llguidance would write something else for a part of a const or an enum."""
     if isinstance(constant, str):
         is_exact = not _HAS_UNWRITABLE.search(constant)
     elif isinstance(constant, int):
@@ -202,8 +202,8 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
 
 
 def _apply_names(node: dict[str, Any], strict: bool) -> None:
-    """Replaces `propertyNames` if it says nothing, or only which names there may be; else llguidance rejects
-    it.
+    """Replaces `propertyNames` if it says nothing, or only which names there may be, otherwise llguidance
+    rejects it.
     """
     names = node.get("propertyNames")
     names = {} if names is True else names
@@ -224,7 +224,7 @@ def _apply_names(node: dict[str, Any], strict: bool) -> None:
 
 
 def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> None:
-    """Writes the bounds of one side as llguidance keeps them. sign: 1: of a minimum; -1: of a maximum.
+    """Writes the bounds of one side as llguidance keeps them. sign: 1: of a minimum. -1: of a maximum.
 
     Values below an exclusive bound must not be rounded to it: they get at most 9 decimals.
     """
@@ -271,7 +271,7 @@ def _least(limit: int | float, above: bool, integer: bool) -> int | float:
 
 
 def _check_multiples(multiples: list[int | float]) -> None:
-    """Raises GrammarError where llguidance, which has 32 bits, may compute another common multiple."""
+    """Raises GrammarError if llguidance, which has 32 bits, may compute another common multiple."""
     numbers = [Decimal(str(one)) for one in multiples]
     places = max((-one.normalize().as_tuple().exponent for one in numbers), default=0)  # type: ignore[operator]
     whole = [int(one.scaleb(max(0, places))) for one in numbers]

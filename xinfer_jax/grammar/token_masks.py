@@ -70,7 +70,7 @@ class TokenMasks:
 
 
 def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, walks: int = _WALKS) -> Any:
-    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks; 0: it was
+    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks. 0: it was
     tried before).
 
     Raises:
@@ -87,7 +87,7 @@ def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, wal
 
 
 def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Random) -> None:
-    """Follows a random text. Raises GrammarError where the grammar or one of its masks is too large."""
+    """Follows a random text. Raises GrammarError if the grammar or one of its masks is too large."""
     if not matcher.is_error():
         matcher = matcher.deep_copy()
     for _ in range(_WALK_TOKENS):
@@ -110,7 +110,7 @@ def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Ra
 
 
 def make_tokenizer(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
-    """llguidance's tokenizer of a vocabulary. Raises InputError where it is not installed."""
+    """llguidance's tokenizer of a vocabulary. Raises InputError if it is not installed."""
     return _import_llguidance().LLTokenizer(_wrap(tokens, special), len(tokens) + 1)
 
 

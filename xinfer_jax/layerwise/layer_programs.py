@@ -75,7 +75,7 @@ def _head(params, config, x_BTD):
 
 def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
-    ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
+    ms more per token. All groups of a size share one program: `is_last` is traced. None: it is the last.
     call: a `LayersCall`.
     """
     out = run_layers(layers, group, x_BTD, *call, caches, run_config)
@@ -110,7 +110,7 @@ def _sample(logits_B1V, state, run_config, taken):
 
 
 def _record(alternatives, logits_B1V, taken_BV, token_B, state):
-    """`record_token` of a state without alternatives; taken_BV: None: the logits."""
+    """`record_token` of a state without alternatives. taken_BV: None: the logits."""
     state = dataclasses.replace(state, alternatives=alternatives)
     logits_BV = logits_B1V[:, 0]
     taken_BV = logits_BV if taken_BV is None else taken_BV

@@ -238,7 +238,7 @@ def _own_caches(group: LayerGroup) -> tuple[LayerGroup, list[int]]:
 
 def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
     """`LayerwiseExecutor` for parameters on one CPU, where compiling takes most of the time to the first
-    answer; else None. The parameters may be shapes.
+    answer, otherwise None. The parameters may be shapes.
     """
     leaf = params["final_norm"]
     if concrete_mesh_of(leaf) is not None:
@@ -261,7 +261,7 @@ def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
 
 
 def _required_chunk(cache: KVCache | None) -> int | None:
-    """Least tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is
+    """Least tokens of a prefill chunk that the cache's dtype demands. None: any number. Where something is
     computed from a row's first chunk, a fixed size makes it independent of other rows.
     """
     found = None if cache is None else quantized_dtype(cache.dtype)

@@ -105,7 +105,7 @@ def blocked_attention(
     Args:
         visible: with `start_B`.
         static: loops have fixed bounds, which have a reverse-mode gradient.
-        attend: for a block of queries; None: `query_block`.
+        attend: for a block of queries. None: `query_block`.
     """
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
@@ -148,7 +148,7 @@ def query_block(
     """Attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
-        row: of the cache, that the queries are of; None: of all rows.
+        row: of the cache, that the queries are of. None: of all rows.
         decode_block: keys per loop step for a single query.
     """
     start_B, length_B, first_BT = visible

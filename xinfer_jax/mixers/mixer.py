@@ -67,7 +67,7 @@ class Mixer:
             params: of the layer.
             x_BTD: hidden states.
             positions: `Positions` of the call.
-            cache: a `LayerCache` of the tokens before; None: these tokens are the first ones.
+            cache: a `LayerCache` of the tokens before. None: these tokens are the first ones.
             run_config: how the program is made.
             before: a norm of the hidden states, which comes first.
             residual: is added to the output, [B, T, D].
@@ -88,7 +88,7 @@ class Mixer:
 
     @property
     def window(self) -> int | None:
-        """The sliding window of its keys; None: it has none."""
+        """The sliding window of its keys. None: it has none."""
         return None
 
     @property

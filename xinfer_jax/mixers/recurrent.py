@@ -102,7 +102,7 @@ class Recurrent(StateCache):
 
 
 def state_shapes(spec: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row's arrays, as `Recurrent.fits`; spec: a `GatedDeltaSpec`."""
+    """The shapes of one row's arrays, as `Recurrent.fits`. spec: a `GatedDeltaSpec`."""
     W = spec.conv_kernel_dim - 1
     key = (spec.num_key_heads, W, spec.key_head_dim)
     N = spec.num_value_heads

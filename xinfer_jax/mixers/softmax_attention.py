@@ -117,12 +117,12 @@ class SoftmaxAttention(Mixer):
 
     @property
     def rope_index(self) -> int | None:
-        """The index in `ModelConfig.ropes` of its rotary embedding; None: it has none."""
+        """The index in `ModelConfig.ropes` of its rotary embedding. None: it has none."""
         spec = self.spec
         return self.config.ropes.index(spec.rope or self.config.rope) if spec.uses_rope else None
 
     def angles(self, positions: Positions) -> Any:
-        """Cosine and sine of the rotary angles; None: it has no rotary embedding."""
+        """Cosine and sine of the rotary angles. None: it has no rotary embedding."""
         return None if self.rope_index is None else positions.angles[self.rope_index]
 
     def project(
@@ -153,7 +153,7 @@ class SoftmaxAttention(Mixer):
         return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
     def head_norms(self, params: Params) -> HeadNorms | None:
-        """The norms of each head of queries and keys; None: it has none."""
+        """The norms of each head of queries and keys. None: it has none."""
         if self.spec.qk_norm != "head":
             return None
         return norm_before(params, "q_norm", self.config), norm_before(params, "k_norm", self.config)

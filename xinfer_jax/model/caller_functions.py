@@ -37,9 +37,7 @@ def call_function(what: str, function: Callable, *args: Any) -> Any:
 
 
 def check_result(what: str, function: Callable, got: Any, like: Any, where: str = "") -> None:
-    """Raises InputError where a caller's function has not returned arrays like these. where: of the
-    call.
-    """
+    """Raises InputError if a caller's function has not returned arrays like these. where: of the call."""
 
     def shapes(tree: Any) -> str:
         leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]

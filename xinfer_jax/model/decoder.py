@@ -287,7 +287,7 @@ def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.A
 
 
 def checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
-    """The hidden states [..., D]. Raises InputError where they are none."""
+    """The hidden states [..., D]. Raises InputError if they are none."""
     if not isinstance(hidden, AnyArray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"

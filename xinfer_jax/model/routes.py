@@ -14,7 +14,7 @@ from ..mixers.mixer import Positions
 
 
 def routes_shape(config: ModelConfig) -> tuple[int, int]:
-    """[L, U] of a token's routes. Raises InputError where the model has no mixture."""
+    """[L, U] of a token's routes. Raises InputError if the model has no mixture."""
     mixtures = sum(layer.experts is not None for layer in config.layers)
     if not mixtures:
         raise InputError(
@@ -24,8 +24,8 @@ def routes_shape(config: ModelConfig) -> tuple[int, int]:
 
 
 def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
-    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises InputError
-    where the model has no mixture.
+    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises InputError if
+    the model has no mixture.
     """
     return jnp.full((*tokens_shape, *routes_shape(config)), -1, jnp.int32)
 
@@ -39,7 +39,7 @@ def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) ->
 def routes_of_layers(
     config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
 ) -> tuple[jax.Array | None, ...]:
-    """`LayerInputs.route_BTU` of each layer, from routes of all layers; None: `free_routes`.
+    """`LayerInputs.route_BTU` of each layer, from routes of all layers. None: `free_routes`.
 
     Raises:
         InputError: another shape or type, or a model without mixtures; outside a trace also another expert.

@@ -77,7 +77,7 @@ class TappedLayers:
     """`run_layers` with taps. `reads` has the hidden states of the taps that read, by their keys."""
 
     def __init__(self, taps: Any, config: ModelConfig):
-        """Raises InputError where taps are no `Tap`s by layers of the model."""
+        """Raises InputError if taps are no `Tap`s by layers of the model."""
         if not isinstance(taps, Mapping) or not all(isinstance(tap, Tap) for tap in taps.values()):
             what = "taps must be xj.Tap by layer, as {3: xj.Tap(read=True)}"
             raise InputError(f"{what}, got {format_value(taps)}")
@@ -145,8 +145,8 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
 
 
 def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads: `function` does
-    not return what it reads.
+    """The taps by pairs in a dict. Raises InputError if they are no `Tap`s, or one reads: `function` does not
+    return what it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):

@@ -29,7 +29,7 @@ def always(form: Callable) -> Callable:
 
 
 def choose(name: str, call: Call) -> Callable | None:
-    """Returns the form of an operation for a call; None: `plain` serves.
+    """Returns the form of an operation for a call. None: `plain` serves.
 
     Operands with symbolic dimensions, as of `jax.export`, have none. Others, in this order: a form for any
     platform; one by kernels; the kernel that `impl` names, in programs for all devices; in programs for each
@@ -94,6 +94,6 @@ def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None
 
 
 def check_available(impl: str | None) -> None:
-    """Raises InputError where this process cannot run kernels of that name."""
+    """Raises InputError if this process cannot run kernels of that name."""
     if reason := kernels_pallas.unavailable_reason(impl):
         raise InputError(reason)

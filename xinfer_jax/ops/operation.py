@@ -45,7 +45,7 @@ def run(
     Args:
         name: of the operation.
         plain, operands, static, run_config: as in `Call`.
-        derivative: what is differentiated in place of a form and of plain; None: these.
+        derivative: what is differentiated in place of a form and of plain. None: these.
 
     Raises:
         InputError: the named kernel does not support these operands; an operation may run plainly instead.
@@ -57,7 +57,7 @@ def run(
 
 
 def chosen_form(name: str, call: Call) -> Callable | None:
-    """Returns the form of the operation of that name for a call; None: its plain form serves."""
+    """Returns the form of the operation of that name for a call. None: its plain form serves."""
     choose = plugin("operation", "choose")
     return choose and choose(name, call)
 
@@ -106,7 +106,7 @@ mlir.register_lowering(_FORWARD_ONLY, lambda _, x, **__: [x])
 
 
 def check_impl(impl: str | None) -> None:
-    """Raises InputError where this process cannot run kernels of that name."""
+    """Raises InputError if this process cannot run kernels of that name."""
     check = plugin("operation", "check")
     if check is not None:
         check(impl)

@@ -18,7 +18,7 @@ _decoders: dict[str, Callable[[Any], Any]] = {"map": dict}
 
 
 def register_class(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Lets values of a class be sent. encode: makes data of a value; decode: makes the value of data."""
+    """Lets values of a class be sent. encode: makes data of a value. decode: makes the value of data."""
     _encoders[cls] = encode
     _decoders[cls.__name__] = decode
 

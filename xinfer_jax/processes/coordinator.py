@@ -137,7 +137,7 @@ class Coordinator:
 
 
 def find_difference(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a message about the first setting that differs between processes; "": none does. settings: by
+    """Returns a message about the first setting that differs between processes. "": none does. settings: by
     the name of each process.
     """
     first, *others = settings

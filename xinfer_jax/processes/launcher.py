@@ -37,7 +37,7 @@ _child: dict[str, Any] = {}  # settings from the parent; empty: this process is 
 
 
 def distributed_args() -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` for this process; empty: it runs alone."""
+    """Returns the arguments of `jax.distributed.initialize` for this process. empty: it runs alone."""
     return _child.get("jax_args", {})
 
 

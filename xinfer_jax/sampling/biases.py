@@ -46,7 +46,7 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
 
 
 def check_lists(sampling: SamplingConfig) -> None:
-    """Raises InputError where allowed and forbidden ids contradict each other, or a list has no valid ids."""
+    """Raises InputError if allowed and forbidden ids contradict each other, or a list has no valid ids."""
     allowed, forbidden = (
         None if ids is None or is_traced(ids) else set(check_token_ids(name, ids))
         for name in ("allowed_token_ids", "forbidden_token_ids")
@@ -63,7 +63,7 @@ def check_lists(sampling: SamplingConfig) -> None:
 
 
 def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
-    """Raises InputError where only `eos_ids` are allowed, and `min_tokens` forbids them."""
+    """Raises InputError if only `eos_ids` are allowed, and `min_tokens` forbids them."""
     min_tokens = sampling.min_tokens
     allowed = sampling.allowed_token_ids
     if allowed is None or any(map(is_traced, (allowed, min_tokens))):
@@ -83,7 +83,7 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
 
 
 def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Returns the distinct sequences of ids; raises InputError where they are not lists of token ids."""
+    """Returns the distinct sequences of ids; raises InputError if they are not lists of token ids."""
     if isinstance(words, np.ndarray | jax.Array):
         raise InputError(f"{name} must be a list of lists of token ids, got an array")
     if not isinstance(words, list | tuple):

@@ -80,7 +80,7 @@ class LogitsProcessor:
 @dataclasses.dataclass(frozen=True)
 class Callers:
     """`Context.callers`: P callers' processors with the states of B rows, and a function that samples.
-    uses_BP: bool: which processors a row has; None: all rows have all.
+    uses_BP: bool: which processors a row has. None: all rows have all.
     """
 
     states: tuple[Any, ...]
@@ -284,7 +284,7 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
 
 
 def check_pair(pair: Any) -> None:
-    """Raises InputError where an entry of `processors` is no pair of a processor and arguments."""
+    """Raises InputError if an entry of `processors` is no pair of a processor and arguments."""
     if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
         what = "a list of (LogitsProcessor, arguments of the rows)"
         raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")

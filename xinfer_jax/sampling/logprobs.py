@@ -152,7 +152,7 @@ def token_logprob_rows(
     length_B: np.ndarray,
     most: int | None = None,
 ) -> list[list[TokenLogprobs]]:
-    """Returns one list per row, on the host. most: number of alternatives of each token; None: all."""
+    """Returns one list per row, on the host. most: number of alternatives of each token. None: all."""
     recorded = jax.device_get(dataclasses.replace(recorded, logits_BTV=None, support_BTW=None))
 
     def pairs(ids_TA: np.ndarray, logprobs_TA: np.ndarray) -> list[list[tuple[int, float]]]:

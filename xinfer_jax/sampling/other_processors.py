@@ -77,7 +77,7 @@ def bad_words(
     Args:
         logits_BV: float32.
         words_BWL: int32, W sequences of each row, each at the end of its L places; the others are negative.
-        history_BS: int32, the row's tokens in order; None: no sequence has more than one token.
+        history_BS: int32, the row's tokens in order. None: no sequence has more than one token.
         length_B: int32, number of these tokens.
         eos_BE: int32, ids that end the row.
     """

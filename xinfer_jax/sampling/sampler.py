@@ -252,7 +252,7 @@ def warp_logits(
         sampling_B: from `settings_per_row`.
         zero_B1: subtracted from each row's logits before the division by the temperature.
         min_tokens_to_keep: number of tokens of each row that stay in any case (transformers' name).
-        draw: keys and positions of the rows, by which XTC draws; None: without XTC.
+        draw: keys and positions of the rows, by which XTC draws. None: without XTC.
     """
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
@@ -291,7 +291,7 @@ def draw_tokens(
         key_B: one key per row.
         sampling_B: from `settings_per_row`.
         position_B: int32, position of the token that is drawn.
-        index_BA: int32, ids of the candidates; None: the whole vocabulary.
+        index_BA: int32, ids of the candidates. None: the whole vocabulary.
         size: V.
     """
     every_BA = jnp.broadcast_to(jnp.arange(size), (key_B.shape[0], size)) if index_BA is None else index_BA

@@ -25,7 +25,7 @@ async def run_admin_job(
         service: of the server.
         request: of an admin.
         work: runs in a thread, while requests of clients go on.
-        fields: that the body may have; None: there is no body, and the work gets {}.
+        fields: that the body may have. None: there is no body, and the work gets {}.
         queue: jobs of one queue run one after another. A job that must not wait for long ones has its own.
 
     Raises:

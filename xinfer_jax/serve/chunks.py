@@ -146,7 +146,7 @@ async def stream_chunks(
 
     Args:
         requests: the engine request of each prompt.
-        usage: called at the end, for a last chunk with the usage; None: no such chunk.
+        usage: called at the end, for a last chunk with the usage. None: no such chunk.
         head: id, created, model, seed.
         continuous_usage: each chunk has the usage so far: all tokens that were sent.
     """

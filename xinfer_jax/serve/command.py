@@ -203,7 +203,7 @@ main = command_main(PARSER, _run)
 
 
 def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | None:
-    """A socket at the address of a flag, and the secret of its connections; None: the flag is not given."""
+    """A socket at the address of a flag, and the secret of its connections. None: the flag is not given."""
     if not (address := flags[name].value):
         return None
     (host, port) = parse_host_port(f"--{name}", address)
@@ -212,7 +212,7 @@ def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | 
 
 
 def _check_admin_flags(flags: Any, has_keys: bool) -> None:
-    """Raises InputError where flags for requests of admins, or for trainers, lack others."""
+    """Raises InputError if flags for requests of admins, or for trainers, lack others."""
     for name in ("adapter_dir", "weight_dir"):
         if flags[name].value and not has_keys:
             raise InputError(f"--{name} and --admin_key_file belong together: give both")
@@ -239,7 +239,7 @@ def _check_names(adapters: Any, *names: str) -> None:
 
 
 def _check_roles(flags: Any) -> None:
-    """Raises InputError where flags of several processes with roles contradict others."""
+    """Raises InputError if flags of several processes with roles contradict others."""
     if bool(flags.role) != bool(flags.peer):
         raise InputError("--role and --peer belong together: give both")
     own = "peers" if flags.peers else "role"
@@ -307,8 +307,8 @@ def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[Base
     Args:
         service: that gets the engine.
         flags: of the command.
-        peers: where other processes connect, and their secret; None: the engine is in this process.
-        trainers: where trainers send weights, and their secret; None: none do.
+        peers: where other processes connect, and their secret. None: the engine is in this process.
+        trainers: where trainers send weights, and their secret. None: none do.
         failed: an error is appended.
     """
     from ..cli.answer import sampling_from_flags

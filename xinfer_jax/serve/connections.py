@@ -44,7 +44,7 @@ class Connections:
         self.most_discarded = settings.max_body_bytes
 
     def add(self, host: str) -> str | None:
-        """Counts a new connection. Returns the address under which it counts; None: it must be rejected."""
+        """Counts a new connection. Returns the address under which it counts. None: it must be rejected."""
         is_proxy = self.is_proxy(host)
         address = host if is_proxy else address_group(host)
         if not is_proxy and self._open[address] >= self._most_per_address:

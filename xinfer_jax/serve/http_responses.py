@@ -113,7 +113,7 @@ def typed_event_stream(
 def event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Server-sent events. events: objects to send; None: a comment."""
+    """Server-sent events. events: objects to send. None: a comment."""
 
     async def parts() -> AsyncIterator[bytes]:
         try:

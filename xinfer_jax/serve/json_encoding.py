@@ -55,7 +55,7 @@ def response_to_json(
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
-    """Encodes the `response_body`. check: raises if no one needs it; head: more fields, as `usage`."""
+    """Encodes the `response_body`. check: raises if no one needs it. head: more fields, as `usage`."""
     choices = list[bytes]()
     versions = [own for out in outs for own in out.token_versions or ()]
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):

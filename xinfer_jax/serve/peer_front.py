@@ -61,7 +61,7 @@ class PeerEngines(EngineLoop):
     version = 0  # the processes keep their weights
 
     def __init__(self, model: Model, listening: socket.socket, secret: bytes, log: Callable[[str], None]):
-        """Accepts processes from now on. model: without weights; listening: where they connect."""
+        """Accepts processes from now on. model: without weights. listening: where they connect."""
         self.create_parts()
         self.model = model
         self._log = log
@@ -90,7 +90,7 @@ class PeerEngines(EngineLoop):
 
     @property
     def missing(self) -> str:
-        """The role that no process has; "": none."""
+        """The role that no process has. "": none."""
         for role in ("prefill", "decode"):
             if not self._dispatcher.of_role(role):
                 return f"no {role} process is connected"

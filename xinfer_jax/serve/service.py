@@ -85,12 +85,12 @@ class Service:
 
     @property
     def model(self) -> Model | None:
-        """The model with the weights of the last update; None: it is not loaded yet."""
+        """The model with the weights of the last update. None: it is not loaded yet."""
         return self.engine.model if self.engine else None
 
     @property
     def max_model_len(self) -> int | None:
-        """The maximum number of tokens of a prompt and its answer; None: not known yet."""
+        """The maximum number of tokens of a prompt and its answer. None: not known yet."""
         return self.engine.usable_capacity if self.engine else None
 
     @property
@@ -115,7 +115,7 @@ class Service:
             self.grammars.close()
 
     def unavailable_reason(self) -> str:
-        """Why no request can be answered now; "": requests can be answered."""
+        """Why no request can be answered now. "": requests can be answered."""
         if self.load_error or self.engine is None:
             return self.load_error or "the model is being loaded: try again later"
         if self.closing:
@@ -254,11 +254,11 @@ class Service:
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
     def check_model(self, body: dict[str, Any]) -> str | None:
-        """The adapter that the body names as its model; None: it names the model, or nothing."""
+        """The adapter that the body names as its model. None: it names the model, or nothing."""
         return self.check_model_name(body.get("model") or self.settings.name)
 
     def check_model_name(self, name: Any) -> str | None:
-        """The adapter of this name; None: it is the model's. Raises APIError if nothing has it."""
+        """The adapter of this name. None: it is the model's. Raises APIError if nothing has it."""
         settings = self.settings
         if name in (settings.name, settings.model):
             return None

@@ -27,7 +27,7 @@ class AnswerDetokenizer:
 
     Attributes:
         ended: no more text comes, as after a complete stop string.
-        stop_string: the one that ended the text; None: none did.
+        stop_string: the one that ended the text. None: none did.
     """
 
     def __init__(

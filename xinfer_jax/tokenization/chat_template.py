@@ -31,7 +31,7 @@ _COMPARING_TESTS = (
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Renders a template with its variables (messages, tools, bos_token, …). Raises InputError where it is
+    """Renders a template with its variables (messages, tools, bos_token, …). Raises InputError if it is
     broken, exceeds its budget, or raises an error for this conversation.
     """
     try:

@@ -95,7 +95,7 @@ def prompt_ids(
 
 
 def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any]]:
-    """The tools, copied; InputError: they have another form, or the chat template ignores them."""
+    """The tools, copied. InputError: they have another form, or the chat template ignores them."""
     checked = check_tools(tools)
     if not tokenizer.template_tools.used:
         raise InputError("the chat template of this model ignores tools: leave them out")
@@ -137,7 +137,7 @@ def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | Non
 
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """Raises ContextLengthError where the text's length alone shows that it has more than `limit` tokens:
+    """Raises ContextLengthError if the text's length alone shows that it has more than `limit` tokens:
     tokenizing such a text could take long. name: of the text.
     """
     if len(text) > _CHARS_PER_TOKEN * limit and (fewest := tokenizer.fewest_ids(text)) > limit:

@@ -132,7 +132,7 @@ _WORDS = {
 
 
 def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer | None:
-    """Returns the tokenizer; None: there is none. vocab_size: rows of the embedding. Raises InputError."""
+    """Returns the tokenizer. None: there is none. vocab_size: rows of the embedding. Raises InputError."""
     found = {key.removeprefix(_KEY): x for key, x in file.metadata.items() if key.startswith(_KEY)}
     if found.get("model", "none") in ("none", "no_vocab"):
         return None
@@ -200,7 +200,7 @@ def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:
 
 
 def _around(backend: Backend, texts: Mapping[str, str], names: list[str]) -> Any:
-    """Returns a post-processor that adds BOS before a text, or EOS after it; None: neither is added."""
+    """Returns a post-processor that adds BOS before a text, or EOS after it. None: neither is added."""
     if absent := [name for name in names if f"{name}_token" not in texts]:
         name = absent[0]
         raise InputError(f"{_KEY}add_{name}_token is true, and {_KEY}{name}_token_id is no token")

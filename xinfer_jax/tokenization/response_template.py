@@ -64,7 +64,7 @@ class ResponseTemplate:
 
 
 def parse_response_template(spec: Any) -> ResponseTemplate:
-    """Checks and compiles a template; InputError: another form, or a pattern that is not regular."""
+    """Checks and compiles a template. InputError: another form, or a pattern that is not regular."""
     if not isinstance(spec, Mapping) or {*spec} - _KEYS or spec.get("version", 1) != 1:
         raise InputError(f"response_template must be an object of version 1, got {format_value(spec)}")
     fields = spec.get("fields")

@@ -29,12 +29,11 @@ class TemplateSplitter:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """
-        Args:
+        """Args:
             template: of the checkpoint.
             begun: what the prompt has of the message already.
-            parameters: the schema of each function that may be called; None: any function.
-            most_calls: calls after this many are dropped; None: no limit.
+            parameters: the schema of each function that may be called. None: any function.
+            most_calls: calls after this many are dropped. None: no limit.
             new_id: returns the id of a call from its index.
         """
         self._template = template

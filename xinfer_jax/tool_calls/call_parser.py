@@ -10,7 +10,7 @@ class CallParser:
     """Parses one call while it is generated.
 
     Attributes:
-        name: of the function; None: not known yet.
+        name: of the function. None: not known yet.
         ended, failed: the call is complete; the text is not a call.
         length: characters of the text so far that belong to the call, or precede what is wrong.
     """

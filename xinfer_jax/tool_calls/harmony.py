@@ -54,14 +54,14 @@ def begins_in_harmony(text: str, ended: bool) -> bool | None:
 
 
 def header_fields(header: str) -> tuple[str, str | None]:
-    """The channel of a message, "" if it has none, and the function that it is to; None: to no function."""
+    """The channel of a message, "" if it has none, and the function that it is to. None: to no function."""
     channel = _CHANNEL_NAME.search(header)
     name = _RECIPIENT.search(header)
     return channel[1] if channel else "", name[1] if name else None
 
 
 def last_header(text: str) -> tuple[str, str | None] | None:
-    """`header_fields` of the header that a text ends with; None: it ends within a message."""
+    """`header_fields` of the header that a text ends with. None: it ends within a message."""
     text = text.removesuffix(MESSAGE)
     start = 1 + max(map(text.rfind, (START, MESSAGE, END, CALL, RETURN)))
     if text[start - 1 : start] == MESSAGE:  # of a message that <|channel|> ends
@@ -103,7 +103,7 @@ class HarmonyParser:
     """
 
     def __init__(self, calls: ToolCallParser | None, names: Collection[str] | None, header: str):
-        """calls: takes the calls; None: they are content. header: what follows the last <|start|> of the
+        """calls: takes the calls. None: they are content. header: what follows the last <|start|> of the
         prompt, with control tokens as characters.
         """
         self._calls = calls

@@ -15,7 +15,7 @@ class Functions:
     """The functions that may be called."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None):
-        """schemas: of the parameters of each function; None: any function may be called."""
+        """schemas: of the parameters of each function. None: any function may be called."""
         self.schemas = schemas
         self._parameters: dict[str, Parameters] = {}
 
@@ -40,7 +40,7 @@ class Parameters:
 
     @functools.cached_property
     def described(self) -> Mapping[str, list[Any]] | None:
-        """The schemas of each parameter, by its name; None: the schema describes none."""
+        """The schemas of each parameter, by its name. None: the schema describes none."""
         found: dict[str, list[Any]] = {}
         parts = [*self._parts(self._root, ("allOf", "anyOf", "oneOf"))]
         of_properties = [part["properties"] for part in parts if isinstance(part.get("properties"), Mapping)]
@@ -49,14 +49,14 @@ class Parameters:
         return found if of_properties else None
 
     def types(self, name: str) -> set[str] | None:
-        """The names of the JSON types that a parameter may have; None: its schema does not say."""
+        """The names of the JSON types that a parameter may have. None: its schema does not say."""
         if self.described is not None and name in self.described:
             return self.json_types({"anyOf": self.described[name]})
         more = self._root.get("additionalProperties")
         return self.json_types(more) if isinstance(more, Mapping) else {"string"}
 
     def json_types(self, schema: Any, depth: int = _MAX_DEPTH) -> set[str] | None:
-        """The names of the JSON types that a schema allows; None: it does not say."""
+        """The names of the JSON types that a schema allows. None: it does not say."""
         if not isinstance(schema, Mapping) or not depth:
             return None
         found = [self._own_types(schema), self._any_types(schema, depth - 1)]
@@ -90,7 +90,7 @@ class Parameters:
         return set[str]().union(*(types or () for types in found))
 
     def _target(self, path: str) -> Any:
-        """The schema that a $ref within this one names; None: there is none."""
+        """The schema that a $ref within this one names. None: there is none."""
         start, *keys = unquote(path).split("/")
         found: Any = self._root if start == "#" else None
         for key in keys:

@@ -20,7 +20,7 @@ class ReasoningParser:
     """
 
     def __init__(self, in_reasoning: bool, calls: ToolCallParser | None = None):
-        """in_reasoning: the prompt ends within the reasoning; calls: takes the content apart."""
+        """in_reasoning: the prompt ends within the reasoning. calls: takes the content apart."""
         self._calls = calls
         self._trailing = calls.trailing() if calls else None
         self._state = "reasoning" if in_reasoning else "start"

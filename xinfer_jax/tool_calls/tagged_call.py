@@ -73,7 +73,7 @@ class TaggedCallParser(CallParser):
         return end, piece + ('"' if self._value is None else value_json(self._value, self._types))
 
     def _value_end(self, text: str) -> tuple[int, int | None]:
-        """Finds where a value ends, and where what follows it begins; None: it goes on, and the first number
+        """Finds where a value ends, and where what follows it begins. None: it goes on, and the first number
         says how many characters are known to belong to it.
         """
         raise NotImplementedError

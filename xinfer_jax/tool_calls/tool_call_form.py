@@ -26,16 +26,16 @@ class ToolCallForm:
         grammar: returns the Lark text of answers that are calls and nothing else. Its arguments are the
             schema of each function's parameters, and whether an answer may have several calls. It raises
             `InputError` for a schema that calls of this form cannot follow.
-        start: the mark before a call; "": there is none, so `find_start` or `has_channels` tells.
+        start: the mark before a call. "": there is none, so `find_start` or `has_channels` tells.
         end: the mark after a call.
         own_starts: how a call itself begins, if models leave `start` out at times.
-        first: one of these characters follows `start`, where other forms have the same `start`; "": any.
-        list_start: a bracket that models write between `start` and calls; "": none.
-        next_start: how another call begins that follows within the same marks; "": none does.
-        filler: characters that may stand between a call and what follows it; None: whitespace.
+        first: one of these characters follows `start`, where other forms have the same `start`. "": any.
+        list_start: a bracket that models write between `start` and calls. "": none.
+        next_start: how another call begins that follows within the same marks. "": none does.
+        filler: characters that may stand between a call and what follows it. None: whitespace.
         find_start: returns how many characters of a text, an answer's beginning, precede its first call.
-            None: this is not known yet, unless the text has ended, as the second argument says; -1: it
-            begins with no call.
+            None: this is not known yet, unless the text has ended, as the second argument says. -1: it begins
+            with no call.
         tokens: marks that are special tokens of tokenizers, but a part of an answer's text.
         has_channels: calls stand on a channel of their own, apart from content that may follow a grammar.
     """
@@ -57,7 +57,7 @@ class ToolCallForm:
 
 
 def tool_call_form(name: str) -> ToolCallForm:
-    """Returns the form of a name; InputError: it is in no line of `plugins.py`."""
+    """Returns the form of a name. InputError: it is in no line of `plugins.py`."""
     known = names(TOOL_CALLS)
     if name not in known:
         raise InputError(f"formats may have {', '.join(known)}, got {format_value(name)}: leave it out")

@@ -58,7 +58,7 @@ class ToolCallParser:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """forms: of calls; parameters: the schema of each function that may be called; None: any function.
+        """forms: of calls. parameters: the schema of each function that may be called. None: any function.
         The others are as in `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
@@ -162,7 +162,7 @@ class ToolCallParser:
         return calls
 
     def begin(self, form: ToolCallForm, mark: str = "", name: str | None = None) -> None:
-        """The text from here on is a call. mark: the text before it that is content if it is none; name: of
+        """The text from here on is a call. mark: the text before it that is content if it is none. name: of
         the function, if a header has it.
         """
         self._call = _Call(mark, len(mark), form, form.parser(self._functions))

@@ -58,7 +58,7 @@ def _check_tool(tool: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: Any) -> dict[str, Any] | None:
-    """The schema without keywords that are null, as some MCP servers write; None: it is not of objects."""
+    """The schema without keywords that are null, as some MCP servers write. None: it is not of objects."""
     if not isinstance(schema, Mapping):
         return None
     found = {key: value for key, value in schema.items() if value is not None}

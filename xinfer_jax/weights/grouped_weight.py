@@ -122,7 +122,7 @@ class GroupedWeight(RotatedWeight):
 def grouped_struct(
     shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
 ) -> GroupedWeight:
-    """Shapes and types of a matrix [O, I] in groups of J; scale: its type; ordered: with an order."""
+    """Shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: with an order."""
     (outputs, inputs) = shape
     struct: Any = jax.ShapeDtypeStruct
     Q = -(-inputs // J)

@@ -44,7 +44,7 @@ def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
 
 
 def input_block_width(inputs: int) -> int:
-    """Returns the width of the blocks in which a matrix's inputs can be rotated; 0: there is none."""
+    """Returns the width of the blocks in which a matrix's inputs can be rotated. 0: there is none."""
     power = min(_BLOCK, inputs & -inputs)
     return power if power >= _MIN_BLOCK else 0
 

@@ -75,7 +75,7 @@ def joint_norms(
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap); None: x."""
+    """cap * tanh(x / cap). None: x."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -125,7 +125,7 @@ def products(
         before: None, or a norm of x.
         activation: None; or of two leaves the result is activation(first) * second.
         residual: None, or what is added to the only result.
-        dtype: of the results; None: that of x.
+        dtype: of the results. None: that of x.
         run_config: its `impl` names a kernel.
 
     Returns:

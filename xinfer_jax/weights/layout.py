@@ -69,7 +69,7 @@ def shardings(
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
-    """Raises InputError where devices do not divide the heads."""
+    """Raises InputError if devices do not divide the heads."""
 
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis

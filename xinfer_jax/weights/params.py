@@ -57,8 +57,8 @@ def cache_dtype(params: Params) -> Any:
 
 
 def resolve_dtype(dtype: Dtype | None) -> Any:
-    """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU. Raises
-    InputError where it is none of float32, bfloat16 and float16.
+    """Returns a floating dtype from its name or dtype. None: float32 on CPU, bfloat16 on GPU and TPU. Raises
+    InputError if it is none of float32, bfloat16 and float16.
     """
     if dtype is None:
         return _default_dtype(jnp.bfloat16)

@@ -42,7 +42,7 @@ def check_quantize_method(quantize: str | None) -> None:
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError where the model's matrices cannot be quantized by this method."""
+    """Raises InputError if the model's matrices cannot be quantized by this method."""
     if method and method not in METHODS:
         remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
         check_supported(config, "leaf formats", f"quantized weights ({method}) are", remedy)
@@ -193,8 +193,8 @@ def quantize_matrix(
     Args:
         matrix_OI: any float type: an array, or an object that reads a slice of rows.
         bits: 8 or 4.
-        group: inputs that share a scale; None: `group_size`.
-        out: NumPy arrays to fill; None: new ones.
+        group: inputs that share a scale. None: `group_size`.
+        out: NumPy arrays to fill. None: new ones.
     """
     weight = out or jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
     outputs, inputs = matrix_OI.shape

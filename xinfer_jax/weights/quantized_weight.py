@@ -73,7 +73,7 @@ def _quantized_product_jvp(primals, tangents):
 
 def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns rows as int8 and the factors that they were multiplied by, float32 [M, 1], as transformers does
-    for BitNet. axis_name: an axis of a mesh along which I is divided; None: it is not.
+    for BitNet. axis_name: an axis of a mesh along which I is divided. None: it is not.
     """
     x_MI = x_MI.astype(jnp.float32)
     max_M1 = jnp.abs(x_MI).max(1, keepdims=True)

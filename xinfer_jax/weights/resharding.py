@@ -86,7 +86,7 @@ def grow_rows(x: Any, rows: int, heads: int = 0) -> Any:
 
 def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     """The config with key/value heads repeated, where the devices outnumber them, so that each device has
-    one. Raises InputError where neither number divides the other.
+    one. Raises InputError if neither number divides the other.
     """
 
     def repeated(heads: int) -> int:

@@ -22,7 +22,7 @@ class WeightLeaf(ShortRepr):
         raise NotImplementedError
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Returns rows of the matrix, float32 [..., I], as an embedding does; index: int32 [...]."""
+        """Returns rows of the matrix, float32 [..., I], as an embedding does. index: int32 [...]."""
         raise NotImplementedError
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
@@ -48,5 +48,5 @@ class WeightLeaf(ShortRepr):
 
     @property
     def groups_with_padding(self) -> int:
-        """Inputs that share a scale, where they do not divide I; 0: they do."""
+        """Inputs that share a scale, where they do not divide I. 0: they do."""
         return 0

@@ -171,7 +171,7 @@ def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
 
 
 def embedding_form(call: Call) -> Callable | None:
-    """A form of `embedding`, which converts only the rows that it takes; None: of float32 or int8."""
+    """A form of `embedding`, which converts only the rows that it takes. None: of float32 or int8."""
     return None if call.operands["table"].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 

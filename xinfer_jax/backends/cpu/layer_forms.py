@@ -47,7 +47,7 @@ def expert_at_form(call: Call) -> Callable:
 
 
 def experts_form(call: Call) -> Callable | None:
-    """A form of `experts`; None: for few tokens."""
+    """Returns a form of `experts`. None: for few tokens."""
     config = call.static["config"]
     return partial(experts_by_tiles, config=config) if is_tiled(call.operands["expert_MU"], config) else None
 

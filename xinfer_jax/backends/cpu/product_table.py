@@ -48,7 +48,7 @@ _TABLE: dict[tuple[str, ...], _Forms] = {
 
 
 def fastest_form(kind: str, rows: int, outputs: int, inputs: int) -> str:
-    """Returns a form's name. kind: a format of the table, or another float type; rows: of x."""
+    """Returns a form's name. kind: a format of the table, or another float type. rows: of x."""
     types = fast_matmul_types()
     is_fast = ("bfloat16" if kind == "bfloat16" else "int8") in types
     unit = ("amx",) if "amx" in types else ("fast",) if is_fast else ()

@@ -15,7 +15,7 @@ _MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers
 
 
 def gpu_top_k_form(call: Call) -> Callable | None:
-    """A form of `top_k`; None: XLA has a kernel."""
+    """Returns a form of `top_k`. None: XLA has a kernel."""
     count = call.static["count"]
     if call.operands["x"].shape[-1] <= _MOST_SORTED or count <= _MOST_BUILT_IN:
         return None

@@ -93,8 +93,8 @@ def record_tokens(
 ) -> DecodeState:
     """`record_token` of the first `count_B` tokens of each row, for GPUs: one predicate for all.
 
-    logits_BTV, token_BT: of T positions; draft_BT: T - 1 draft tokens: those before a position were in its
-    context; count_B: 0 of rows that have ended; state: before these tokens.
+    logits_BTV, token_BT: of T positions. draft_BT: T - 1 draft tokens: those before a position were in its
+    context. count_B: 0 of rows that have ended. state: before these tokens.
     """
     if state.alternatives is None:
         return state

@@ -19,7 +19,7 @@ _TPU_IMPLS = ("tpu", "interpret_tpu")
 
 
 def append_form(call: Call) -> Callable | None:
-    """A form of `rope_append`; None: there is no kernel for it."""
+    """Returns a form of `rope_append`. None: there is no kernel for it."""
     chosen = _select(call.operands["qkv"][0], call.operands["kv"], call.run_config.impl)
     if chosen == "xla":
         return None

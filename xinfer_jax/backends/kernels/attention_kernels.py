@@ -37,7 +37,7 @@ def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
     """The implementation for these queries and keys, which may be shapes, of "decode_attention" or
-    "prefill_attention". Raises InputError where the named one does not support them.
+    "prefill_attention". Raises InputError if the named one does not support them.
     """
     k, v = kernel_arrays(kv)
     return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kernel_obstacle(kv))

@@ -23,7 +23,7 @@ _OTHERS = ("A_log", "dt_bias", "gated_norm")
 
 
 def delta_form(call: Call) -> Callable | None:
-    """A form of `delta_step`; None: there is no kernel for it."""
+    """Returns a form of `delta_step`. None: there is no kernel for it."""
     q_BTX = call.operands["products"][0]
     cache = call.operands["cache"]
     config = call.static["config"]

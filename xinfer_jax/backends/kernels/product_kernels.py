@@ -104,7 +104,7 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
 
 
 def _unsupported_adapters(x, leaves, rows: int, on_tpu: bool) -> str | None:
-    """Why a kernel does not take the adapters of these matrices; None: it does, or there are none."""
+    """Why a kernel does not take the adapters of these matrices. None: it does, or there are none."""
     weights = [leaf["weight"] for leaf in leaves if isinstance(leaf["weight"], AdaptedWeight)]
     for weight in weights:
         weight.check_rows(x)
@@ -160,7 +160,7 @@ def _other_kind(matrix: Any) -> str:
 
 
 def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """Why a GPU kernel does not take these matrices; None: it does."""
+    """Why a GPU kernel does not take these matrices. None: it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
     if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
@@ -178,7 +178,7 @@ def _has_int8_activations(matrix: Any) -> bool:
 
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
-    """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
+    """Why a kernel does not take one matrix. None: it does. normed: x has a norm. several: x is that of other
     matrices too.
     """
     if is_quantized(matrix) and not isinstance(matrix, Int8Weight | GroupedWeight | Fp8Weight):
