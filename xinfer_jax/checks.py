@@ -23,12 +23,14 @@ def is_traced(value: Any) -> bool:
 
 
 def array_module(*sizes: Any) -> Any:
-    """NumPy, with which nothing is compiled; `jax.numpy` where a size is symbolic, as in `jax.export`."""
+    """Returns NumPy, with which nothing is compiled, or `jax.numpy` if a size is symbolic, as in
+    `jax.export`.
+    """
     return np if all(isinstance(size, int | np.integer) for size in sizes) else jnp
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns the value as an int; raises InputError if it is not an integer in least … most. Bools and
+    """Returns the value as an int. Raises InputError if it is not an integer in least … most. Bools and
     floats are rejected.
     """
     number = _index(value)
@@ -39,8 +41,8 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def number_array(value: Any) -> Any:
-    """Returns a number, a list or an array of numbers as float64 (a jax array where it is traced); None for
-    anything else, also for bools and texts.
+    """Returns a number, a list or an array of numbers as float64, or as a jax array if it is traced. Returns
+    None for anything else, also for bools and texts.
     """
     if _holds_bool(value):
         return None
@@ -111,7 +113,7 @@ def check_range(name: str, values: Any, least: int, most: int) -> None:
 
 
 def _index(value: Any) -> int | None:
-    """Returns an integer as an int; None for anything else, also for bools."""
+    """Returns an integer as an int. Returns None for anything else, also for bools."""
     try:
         return None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

@@ -1,5 +1,5 @@
-"""adapter_config.json of PEFT: which modules an adapter changes, by which rank and factor. Fields are those
-of peft 0.21's `LoraConfig`; what is not done is rejected by name.
+"""Reads adapter_config.json of PEFT: the modules that an adapter changes, with rank and factor. Fields are
+the fields of `LoraConfig` in peft 0.21. A field that is not supported raises an error that names it.
 """
 
 import ctypes
@@ -62,12 +62,12 @@ def read_modules(
 
     Args:
         settings: the object in adapter_config.json.
-        names: of the model's modules.
-        linear: those that "all-linear" means.
+        names: names of the model's modules.
+        linear: the modules that "all-linear" means.
         parameters: names of the model's parameters, for `target_parameters`.
 
     Raises:
-        InputError: a field that is not done or not known, or has a value that it cannot have; no module is
+        InputError: a field is not supported or not known, or has a value that it cannot have, or no module is
             meant.
     """
     _check_fields(settings)
@@ -103,7 +103,7 @@ def _texts(settings: Mapping[str, Any], *fields: str) -> list[str]:
 
 
 def _read_in_time(*arguments: Any) -> dict[str, Module]:
-    """`_read_modules` in a process of its own: a regular expression can block all threads for ever."""
+    """Runs `_read_modules` in a separate process: a regular expression can block all threads for ever."""
     root = str(Path(__file__).parents[2])
     code = "import sys; sys.path.insert(0, sys.argv[1]); from xinfer_jax.adapters.peft_config import main;"
     command = [sys.executable, "-c", f"{code} main()", root]
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iterable[str]) -> list[str]:
-    """Returns the norms that `modules_to_save` means; PEFT compares the ends of names. others: names of the
+    """Returns the norms that `modules_to_save` means. PEFT compares the ends of names. others: names of the
     model's other modules.
 
     Raises:

@@ -243,8 +243,8 @@ def _own_name(name: str) -> str:
 
 
 def _check_vocabulary(modules: Iterable[PeftModule], found: Mapping[str, Any]) -> None:
-    """Raises InputError if an embedding or a head has another number of rows than the model's, or is there as
-    a whole.
+    """Raises InputError if an embedding or a head is there as a whole, or its number of rows differs from the
+    model's.
     """
     for module in modules:
         spec = module.specs[0]

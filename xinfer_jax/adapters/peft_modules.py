@@ -1,9 +1,11 @@
-"""The modules of transformers' model that PEFT adapts, and how a module's pair of tensors holds those of the
-tree's matrices. A module may hold several, as `qkv_proj` does: they share its lora_A.
+"""The modules of transformers' model that PEFT adapts, and the way in which a module's pair of tensors holds
+the pairs of the tree's matrices. A module may hold several matrices, as `qkv_proj` does: they share its
+lora_A.
 
-Experts of a layer are one parameter, as transformers 5 has them: for PEFT a pair of the rank of all of them
-together, lora_A [X R, I] and lora_B [O, R X]. Where both parameters of a layer's experts have a pair, that of
-the first is in the `base_layer` of the other. Files of earlier versions have a module for each expert.
+Experts of a layer are one parameter, as in transformers 5. PEFT stores for it a pair with the rank of all
+experts together, lora_A [X R, I] and lora_B [O, R X]. If both parameters of a layer's experts have a pair,
+the pair of the first one is in the `base_layer` of the other. Files of earlier versions have a module for
+each expert.
 """
 
 import dataclasses
@@ -26,13 +28,13 @@ _EMBEDDINGS = (f"{EMBED}.weight", "layer_embed.weight")  # of which PEFT has the
 
 
 class PeftModule(NamedTuple):
-    """A module that can have an adapter, or a parameter with those of all experts.
+    """A module that can have an adapter, or a parameter that holds all experts.
 
     Attributes:
-        name: in transformers' model, as "model.layers.0.self_attn.q_proj".
-        specs: the matrices that it holds; of one expert they have no axis for experts.
-        expert: the one that it is of, where each has modules of its own, otherwise None.
-        is_wrapped: the parameter is that of the inner one of two wrappers.
+        name: the name in transformers' model, for example "model.layers.0.self_attn.q_proj".
+        specs: the matrices that it holds. The matrices of one expert have no axis for experts.
+        expert: the expert of the module, if each expert has its modules. Otherwise None.
+        is_wrapped: True: two wrappers hold the parameter, and it is in the inner one.
     """
 
     name: str
@@ -42,12 +44,12 @@ class PeftModule(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """Those of its matrices in the tree."""
+        """The paths of its matrices in the tree."""
         return [spec.name.removesuffix(".weight") for spec in self.specs]
 
     @property
     def num_experts(self) -> int:
-        """X of a parameter with those of all experts. 0: it is none."""
+        """X, if it is a parameter that holds all experts. 0: it is none."""
         return self.specs[0].shape[0] if len(self.specs[0].shape) > 2 else 0
 
     @property
@@ -125,8 +127,9 @@ class PeftModule(NamedTuple):
         return {path: LowRank(a, own) for path, own in zip(self.paths, bs, strict=True)}
 
     def pair(self, adapter: Adapter) -> tuple[dict[str, np.ndarray], int, float] | None:
-        """Its pair of tensors, their rank and their factor. None: the adapter changes none of its matrices.
-        Matrices that have each their own `a` become one pair of the sum of their ranks.
+        """Returns its pair of tensors, their rank and their factor, or None if the adapter changes none of
+        its matrices. If the matrices have different `a`, they become one pair, whose rank is the sum of their
+        ranks.
         """
         scale_of = adapter.scale_of()
         found = [path for path in self.paths if path in adapter.matrices]
@@ -161,7 +164,9 @@ class PeftModule(NamedTuple):
 
 
 def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, PeftModule]:
-    """Returns the modules that can have adapters by name: those of published files, or those found."""
+    """Returns the modules that can have adapters by name: the modules of published files, or the modules that
+    were found.
+    """
     modules: dict[str, PeftModule] = {}
     adaptable = adaptable_matrices(config)
     for spec in jax.tree.leaves(file_specs(untied(config))):
@@ -189,7 +194,9 @@ def norm_modules(config: ModelConfig) -> dict[str, FileSpec]:
 
 
 def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
-    """These modules, all that an adapter changes, with `is_wrapped` where another one wraps it."""
+    """Returns these modules, which are all that an adapter changes. `is_wrapped` is set if another module
+    wraps the module.
+    """
     names = {module.name for module in modules}
 
     def is_wrapped(name: str) -> bool:
@@ -201,8 +208,8 @@ def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
 def of_all_experts(
     path: str, pairs: Mapping[int, tuple[LowRank, float]], num_experts: int
 ) -> tuple[LowRank, float]:
-    """The pair and the factor of a layer's experts from those of each. Raises InputError if some have none,
-    or others than the first.
+    """Joins the pairs and factors of a layer's experts into one pair and one factor. Raises InputError if
+    some experts have none, or if they differ from the first.
     """
     forms = {(pair.a.shape, scale) for pair, scale in pairs.values()}
     if len(pairs) < num_experts or len(forms) > 1:
@@ -214,8 +221,8 @@ def of_all_experts(
 
 
 def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """The adapter as the library means it. For PEFT a tied model's embedding and head have each their own;
-    here "embed" alone is for both, and a head without one has a pair of rank 0.
+    """Returns the adapter in the meaning of this library. In PEFT, a tied model's embedding and head have
+    separate pairs. Here "embed" alone is for both, and a head without a pair has a pair of rank 0.
     """
     if not config.tie_word_embeddings or EMBED not in adapter.matrices:
         return adapter
@@ -229,5 +236,5 @@ def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
 
 
 def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
-    """The spec of a matrix as that of its `lora_B`, which is divided into matrices as the weight is."""
+    """Returns the spec of the matrix's `lora_B`, which is divided into matrices as the weight is."""
     return dataclasses.replace(spec, shape=(*spec.shape[:-1], rank))

@@ -59,7 +59,7 @@ class ParsedBody:
     routed_experts_bytes: int = 0  # of each token in the response
 
     def keys(self, key: jax.Array) -> list[jax.Array]:
-        """The random key of each prompt, from that of the request."""
+        """Returns the random key of each prompt, made from the key of the request."""
         return [jax.random.fold_in(key, i) if i else key for i in range(len(self.prompts))]
 
 
@@ -252,8 +252,9 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_reasoning: bool) -> Any:
-    """The grammar of the answer: of calls where they are required, else what other fields ask for, beside
-    which tools may be called. in_reasoning: the prompt ends there, and the grammar begins after it.
+    """Returns the grammar of the answer. If calls are required, it is the grammar of calls. Otherwise it is
+    the grammar of other fields, next to which tools may be called. in_reasoning: True: the prompt ends in the
+    reasoning, and the grammar begins after it.
     """
     grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
     if tools is not None and tools.grammar is not None:
@@ -282,6 +283,8 @@ def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool)
 
 
 def _longest_with(config: ModelConfig, prompt: int) -> int:
-    """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
+    """Returns the largest sum of tokens of a prompt of this length and its answer: longrope's factors change
+    within no sequence.
+    """
     switch = config.rope.switches_at
     return config.context_length if switch is None or prompt > switch else switch

@@ -132,8 +132,8 @@ class PromptEncoder:
 
 
 def continued_text(fields: Fields) -> str:
-    """The content that the answer continues, with `continue_final_message`, otherwise "". For a checked
-    body.
+    """Returns the content that the answer continues, with `continue_final_message`, otherwise "". The body
+    has been checked.
     """
     if not fields.boolean("continue_final_message"):
         return ""
@@ -142,7 +142,7 @@ def continued_text(fields: Fields) -> str:
 
 
 def _join_text_parts(content: Any) -> Any:
-    """Joins a list of text parts; other content is returned as it is."""
+    """Joins a list of text parts. Other content is returned as it is."""
     if not isinstance(content, list):
         return content
     for part in content:

@@ -1,5 +1,5 @@
-"""Parses bodies that ask how well documents answer queries: those of /rerank (the fields of Jina, Cohere and
-vLLM) and of /score (vLLM's).
+"""Parses bodies that ask how well documents answer queries: bodies of /rerank (the fields of Jina, Cohere and
+vLLM) and of /score (vLLM's fields).
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ def parse_rerank_body(
     """Checks a body without null fields, and encodes its texts. Raises BodyError.
 
     Args:
-        escape: control tokens that texts spell stay ordinary text.
-        count: called with the least number of tokens, as far as it is known, before each text is encoded; it
-            raises if they are too many, or if nobody needs the body.
+        escape: True: control tokens that texts spell stay ordinary text.
+        count: a function that is called with the least number of tokens, as far as it is known, before each
+            text is encoded. It raises if there are too many, or if nobody needs the body.
     """
     fields = Fields(body)
     documents = _listed(body, "documents")
@@ -141,7 +141,9 @@ def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A text, or that of an object: {"text": …}, or vLLM's {"content": [{"type": "text", "text": …}]}."""
+    """Returns a text, or the text of an object: {"text": …}, or vLLM's {"content": [{"type": "text", "text":
+    …}]}.
+    """
     text = value.get("text") if isinstance(value, dict) else value
     if isinstance(value, dict) and isinstance(parts := value.get("content"), list):
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]

@@ -21,16 +21,20 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class TokenTextDecoder:
-    """Decodes the tokens of one answer one by one, and finds where each begins in the answer's text."""
+    """Decodes the tokens of one answer one by one, and finds the place at which each begins in the answer's
+    text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        """skip_special_tokens: the answer's text leaves them out; `text` returns theirs all the same."""
+        """skip_special_tokens: True: the answer's text leaves special tokens out. `text` returns their texts
+        all the same.
+        """
         self.tokenizer = tokenizer
         self._offset = 0
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
 
     def text(self, token: int) -> str:
-        """The text that a token has as the next one of the answer; part of a character is U+FFFD.
+        """Returns the text of a token as the next one of the answer. A part of a character is U+FFFD.
 
         At the start of the text it has no leading space, which SentencePiece puts before the first word.
         """
@@ -67,7 +71,9 @@ def response_body(
     tokenizer: Tokenizer | None,
     **head: Any,
 ) -> dict[str, Any]:
-    """The body of a whole response; arguments as of `response_choices`. head: id, created, model."""
+    """Returns the body of a whole response. Arguments are the same as in `response_choices`. head: id,
+    created, model.
+    """
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         if parsed.logprobs is not None and tokenizer:
@@ -94,8 +100,8 @@ def response_choices(
     Args:
         parsed: the request's body.
         outs: the output of each prompt.
-        prompt_logprobs: of each prompt's tokens except the first, where the prompt is echoed.
-        tokenizer: None: the checkpoint has none, and answers are token ids.
+        prompt_logprobs: log-probabilities of each prompt's tokens except the first, if the prompt is echoed.
+        tokenizer: the tokenizer. None: the checkpoint has none, and answers are token ids.
     """
     index = 0
     for prompt, out, of_prompt in zip(parsed.prompts, outs, prompt_logprobs, strict=True):
@@ -170,7 +176,9 @@ def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
 
 
 def chat_finish_reason(reason: str, parser: AnswerParser) -> str:
-    """The reason in a chat, where an answer that stopped may have calls. parser: has the whole answer."""
+    """Returns the finish reason in a chat, in which an answer that stopped may have calls. parser: the
+    parser, which has read the whole answer.
+    """
     return "tool_calls" if reason == "stop" and parser.has_calls else reason
 
 

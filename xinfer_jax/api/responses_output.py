@@ -17,7 +17,7 @@ _REPEATED_IF_GIVEN = ("user", "safety_identifier", "prompt_cache_key", "service_
 
 
 class OutputItems:
-    """Makes the items of a response from what is new of a chat's answer, and the events that tell of them.
+    """Makes the items of a response from the new parts of a chat's answer, and the events for them.
 
     The answer's parts come one after another: reasoning, a text, calls. Each is an item.
     """
@@ -40,7 +40,7 @@ class OutputItems:
         self._call: int | None = None  # the index of its call
 
     def push(self, delta: Mapping[str, Any], entries: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Takes what is new, and returns the events that tell of it.
+        """Takes the new part of an answer, and returns its events.
 
         Args:
             delta: a chunk's `delta`, or the whole message of a chat.
@@ -179,11 +179,11 @@ class TokenEntries:
 
 
 def response_fields(request: ResponsesRequest, parsed: ParsedBody, head: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a response before its answer begins.
+    """Returns the fields of a response before its answer begins.
 
     Args:
-        request: what was asked.
-        parsed: the same as a chat.
+        request: the body of the request.
+        parsed: the same request as a chat.
         head: id, created, model and seed.
     """
     given = request.repeated

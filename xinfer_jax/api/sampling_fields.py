@@ -93,7 +93,7 @@ def ids_with_texts(
 
 
 def _bias_of_ids(name: str, biases: dict[str, Any], vocab_size: int) -> dict[int, float]:
-    """The biases by token id; in JSON the ids are texts."""
+    """Returns the biases by token id. In JSON the ids are texts."""
     numbers: dict[int, float] = {}
     for i, bias in biases.items():
         is_id = i.isdecimal() and len(i) < 10
@@ -107,7 +107,9 @@ def _bias_of_ids(name: str, biases: dict[str, Any], vocab_size: int) -> dict[int
 def _ids_of_words(
     name: str, tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int
 ) -> list[list[int]]:
-    """The ids of each word at the start of a text and, where they differ, after a space (as vLLM)."""
+    """Returns the ids of each word at the start of a text and, if they differ, after a space (as vLLM
+    does).
+    """
     found = list[list[int]]()
     if tokenizer is None:
         raise BodyError(name, f"{name} need a tokenizer, which this checkpoint lacks: leave them out")

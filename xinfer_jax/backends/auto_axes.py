@@ -21,12 +21,15 @@ from ..weights.params import AnyArray
 
 
 def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front
-    or a tree that begins with one, and others.
+    """Returns function(*args, **kwargs). Its arguments are parameters, config, an array with rows in front or
+    a tree that begins with one, and others.
 
-    Over Explicit axes a cache in the result is sharded as the given one (or, where that is over no such
-    axes, as the compiler chooses), what has rows in front is sharded along these as the third argument, and
-    the rest is replicated.
+    Over Explicit axes the results are sharded in this way:
+
+    - A cache in the result is sharded as the given cache. If the given cache is over no such axes, the
+      compiler chooses.
+    - Arrays with rows in front are sharded along the rows as the third argument.
+    - Other results are replicated.
     """
     mesh = _explicit_mesh((args, kwargs))
     if mesh is None and concrete_mesh_of(args[0]) is None:

@@ -26,7 +26,7 @@ _GRADIENT_ROWS = 128  # of a backward pass, and of the forward pass before it
 
 
 class Tiles(NamedTuple):
-    """Choices in order of the experts, cut into tiles. Those of experts on other devices are in none."""
+    """Choices in order of the experts, cut into tiles. Choices of experts on other devices are in no tile."""
 
     token_C: jax.Array  # int32, with R more entries
     choice_C: jax.Array  # int32, with R more entries: the index of m, u
@@ -61,8 +61,8 @@ def _tiles(expert_MU: jax.Array, experts: Params, rows: int) -> Tiles:
 
 
 def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the choices in order of their experts, int32 [C], and where in that order each expert begins,
-    with the end of the last one, int32 [X + 1].
+    """Returns the choices in order of their experts, int32 [C], and the place in that order at which each
+    expert begins, with the end of the last one, int32 [X + 1].
     """
     C = len(expert_C)
     expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
@@ -101,8 +101,8 @@ def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelC
 
 
 def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, expert: Any, first: Any) -> Any:
-    """total with the rows of a tile added where index_C says: on CPUs faster than to store the rows of all
-    choices and to gather those of each token at the end.
+    """Returns total with the rows of a tile added at the places in index_C. On CPUs this is faster than
+    storing the rows of all choices and gathering the rows of each token at the end.
     """
     rows = jnp.arange(len(new))
     is_here = (first + rows < tiles.stop_X[expert]).reshape(-1, *[1] * (new.ndim - 1))
@@ -157,7 +157,7 @@ def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
 
 @in_default_modes
 def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
-    """The cotangents of the operands, those of experts summed in float32."""
+    """Returns the cotangents of the operands. The cotangents of experts are summed in float32."""
     x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF = residuals
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)

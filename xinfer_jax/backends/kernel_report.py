@@ -92,7 +92,7 @@ def _mixer_operands(
 
 
 def _of_layers(selections: list[kernels_pallas.Selection]) -> kernels_pallas.Selection:
-    """The selection of the layers that a kernel serves; the reason mentions other layers."""
+    """Returns the selection of the layers that a kernel serves. The reason mentions other layers."""
     common = next((s for s in selections if s.impl != "xla"), selections[0])
     reasons = [common.reason]
     for impl in dict.fromkeys(s.impl for s in selections if s.impl != common.impl):

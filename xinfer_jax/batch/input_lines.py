@@ -1,4 +1,4 @@
-"""Parses the lines of an input file: what each requests, or why it cannot be served."""
+"""Parses the lines of an input file: the request of each line, or the reason why it cannot be served."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def json_default(value: Any) -> Any:
 
 @contextmanager
 def open_input(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading. `-` is standard input; a name that ends in .gz is decompressed. Raises
+    """Opens a file for reading. `-` is standard input. A name that ends in .gz is decompressed. Raises
     InputError if it does not exist, or cannot be read to its end.
     """
     try:

@@ -32,7 +32,7 @@ _MODEL_NOT_FOUND = "model_not_found"  # an error code of the OpenAI API
 
 
 def line_key(seed: int, identity: int | str) -> jax.Array:
-    """The random key of a line that has no seed of its own."""
+    """Returns the random key of a line that has no seed."""
     key = key_from_seed(seed)
     for number in np.frombuffer(identity_digest(identity), "<u4"):
         key = jax.random.fold_in(key, number)

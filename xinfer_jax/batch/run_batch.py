@@ -258,7 +258,9 @@ class _BatchRun:
             over.set()
 
     def _drop_waiting(self, pending: dict[int, LineRequest]) -> None:
-        """Cancels lines that have not started; with `in_order` also every line after the first of them."""
+        """Cancels lines that have not started. With `in_order` it also cancels every line after the first of
+        them.
+        """
         waiting = [number for number, request in pending.items() if not (request.started or request.ended)]
         if self._in_order and waiting:
             waiting = [number for number in pending if number >= waiting[0]]

@@ -50,7 +50,9 @@ def run_settings(
 
 
 def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
-    """The devices that the model is divided over; several numbers if engines differ in it."""
+    """Returns the number of devices that the model is divided over, or several numbers if engines differ in
+    it.
+    """
     mesh = concrete_mesh_of(model.params)
     own = mesh.shape[MODEL] if mesh else 1
     sides: Any = (side or [0] for side in (options.prefill_devices, options.decode_devices))

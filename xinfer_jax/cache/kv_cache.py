@@ -177,12 +177,16 @@ def init_cache(
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[LayerCache, ...]:
-    """The empty cache of each mixer that has its own. dtype: of keys and values, as in `cache_dtype_of`."""
+    """Returns the empty cache of each mixer that has its own. dtype: the dtype of keys and values, as in
+    `cache_dtype_of`.
+    """
     return tuple(mixer.empty_cache(batch, capacity, dtype, mesh) for mixer in config.cached_mixers)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Bytes of the layers that `init_cache` makes. dtype: of keys and values, as in `cache_dtype_of`."""
+    """Returns the bytes of the layers that `init_cache` makes. dtype: the dtype of keys and values, as in
+    `cache_dtype_of`.
+    """
     return batch * sum(mixer.row_bytes(capacity, dtype) for mixer in config.cached_mixers)
 
 
@@ -216,7 +220,7 @@ def update_layers(
 
 
 def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
-    """The cache with num_tokens_B added to the lengths of its rows; its layers stay as they are."""
+    """Returns the cache with num_tokens_B added to the lengths of its rows. Its layers stay as they are."""
     length_B = cache.length_B + num_tokens_B
     overflow_B = cache.overflow_B | (length_B > capacity)
     length_B = jnp.minimum(length_B, capacity)
@@ -250,8 +254,8 @@ def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
 
 
 def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:
-    """`reorder` where row b is as long as row index_B[b], and differs from it only at positions
-    first … first + count - 1.
+    """Returns the same as `reorder`, if row b is as long as row index_B[b] and differs from it only at
+    positions first … first + count - 1.
     """
     reached_B = None if cache.reached_B is None else cache.reached_B[index_B]
     layers = tuple(layer.reorder_tail(index_B, first, count) for layer in cache.layers)

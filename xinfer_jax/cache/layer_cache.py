@@ -57,17 +57,21 @@ class LayerCache(ShortRepr):
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
+        """Returns the same as `reorder`, if row b differs from row index_B[b] only at positions first … first
+        + count - 1.
+        """
         return self.reorder(index_B)
 
     def used_arrays(self, tokens: int) -> tuple[Any, Any]:
-        """Two trees of arrays for a file, in one form on every device: what rows of at most `tokens` tokens
-        have used.
+        """Returns two trees of arrays for a file, in one form on every device: the slots that rows of at most
+        `tokens` tokens have used.
         """
         raise NotImplementedError
 
     def fill(self, first: Any, second: Any) -> Self:
-        """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
+        """Returns a layer of this shape that begins with these NumPy arrays of `used_arrays`. The rest is
+        zeros.
+        """
         raise NotImplementedError
 
 
@@ -75,12 +79,16 @@ class LayerCache(ShortRepr):
 def sharded_pair(
     shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any, has_rows: bool = True
 ) -> tuple[Any, Any]:
-    """`empty_pair`, divided by heads and, if the first axis is of rows, by rows; mesh None: on one device."""
+    """Returns `empty_pair`, divided by heads and, if the first axis is rows, by rows. mesh: None: on one
+    device.
+    """
     return shard_heads(empty_pair(shape, dtype, side_by_side), mesh, has_rows)
 
 
 def shard_heads(tree: Any, mesh: Any, has_rows: bool = True) -> Any:
-    """The arrays divided by heads and rows over the mesh, in a traced function. None: unchanged."""
+    """Returns the arrays divided by heads and rows over the mesh, in a traced function. mesh: None: the
+    arrays are unchanged.
+    """
     if mesh is None:
         return tree
     from ..sharding import constrain_heads  # optional: meshes

@@ -103,8 +103,9 @@ class Prefix:
 def make_prefix(
     params: Params, config: ModelConfig, prompts: _Rows, sampled: _Rows, cache: KVCache
 ) -> Prefix:
-    """The prefix after a call: all tokens of each row but the last one, which was sampled and is not in the
-    cache. config: with longrope's factors fixed. cache: of as many rows as prompts, or more.
+    """Returns the prefix after a call: all tokens of each row except the last one, which was sampled and is
+    not in the cache. config: the config with longrope's factors fixed. cache: a cache with as many rows as
+    prompts, or more.
     """
     tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, sampled, strict=True)]
     cache = dataclasses.replace(cache, length_B=jnp.asarray(_pad_rows(cache, map(len, tokens))))

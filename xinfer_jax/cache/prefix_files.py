@@ -1,4 +1,4 @@
-"""Prefixes in safetensors files: the used keys and values; the metadata has their tokens and model."""
+"""Prefixes in safetensors files: the used keys and values. The metadata has their tokens and model."""
 
 import dataclasses
 import json
@@ -148,7 +148,7 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
 
 
 def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) -> Any:
-    """The saved arrays of a cache like this one: what `_used_arrays` returned of it."""
+    """Returns the saved arrays of a cache like this one, as `_used_arrays` returned them."""
     used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
     wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
     names = [f"{i}" for i in range(len(wanted))]
@@ -184,12 +184,12 @@ def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | N
 
 
 def _num_used(tokens: list[list[int]], reached: list[int] | None) -> int:
-    """The most tokens that a row has; with a ring, that a row has ever had."""
+    """Returns the most tokens that a row has or, with a ring, the most that a row has ever had."""
     return max(reached or map(len, tokens))
 
 
 def _factors(config: ModelConfig) -> tuple[tuple[float, ...], ...]:
-    """The longrope factors that a prefix of this model can have; () for other models."""
+    """Returns the longrope factors that a prefix of this model can have, or () for other models."""
     return config.rope.short_factor, config.rope.long_factor
 
 

@@ -1,4 +1,4 @@
-"""The cache of a layer with a sliding window: a ring buffer, where that is shorter than the capacity."""
+"""The cache of a layer with a sliding window: a ring buffer, if that is shorter than the capacity."""
 
 import dataclasses
 from typing import Any, Self
@@ -65,8 +65,8 @@ class Ring(Contiguous):
 
 
 def num_slots(window: int | None, capacity: int, side_by_side: bool = False) -> int:
-    """S of a layer with that sliding window; fewer than the capacity means a ring. side_by_side: keys and
-    values are, as in `SideBySideKV`.
+    """Returns S of a layer with that sliding window. If it is less than the capacity, the cache is a ring.
+    side_by_side: keys and values are side by side, as in `SideBySideKV`.
     """
     (multiple, of_ring) = (_TPU_MULTIPLE, _TPU_MULTIPLE) if side_by_side else (_MULTIPLE, _RING_MULTIPLE)
     all_slots = -(-capacity // multiple) * multiple

@@ -41,7 +41,7 @@ class SideBySideKV(StoredKV):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Self:
-        """Zeros. shape: [B, K, S, H] of the keys."""
+        """Returns zeros. shape: [B, K, S, H] of the keys."""
         (B, K, S, H) = shape
         if _is_int8(dtype):
             return cls(jnp.zeros((B, K, S, 2 * H), jnp.uint8), pack_scale(jnp.zeros((B, K, S, 4))))

@@ -22,7 +22,7 @@ from ..weights.params import resolve_dtype
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StoredKV(ShortRepr):
-    """Keys or values of one layer that are not one array of floats; or both. A kind is a pytree, and has a
+    """Keys or values of one layer, or both, that are not one array of floats. A kind is a pytree, and has a
     `CacheDtype`.
     """
 
@@ -56,13 +56,13 @@ class StoredKV(ShortRepr):
         return self
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
-        """New keys or values, or both, in this form, with T slots. first_B: how many of the T tokens are the
-        first of their row. None: none.
+        """Returns new keys or values, or both, in this form, with T slots. first_B: the number of the T
+        tokens that are the first of their row. None: none.
         """
         raise NotImplementedError
 
     def decode(self) -> Any:
-        """float32 [B, K, S, H]; of keys and values both."""
+        """Returns float32 [B, K, S, H], two arrays for keys and values."""
         raise NotImplementedError
 
     def kernel_array(self) -> Any:
@@ -74,7 +74,7 @@ class StoredKV(ShortRepr):
         return dataclasses.replace(self, values=array.values, scale=array.scale)
 
     def separate(self) -> tuple[Any, Any]:
-        """Keys and values apart, where it has both."""
+        """Returns keys and values separately, if it has both."""
         raise NotImplementedError
 
     def join(self, k: Any, v: Any) -> Self:
@@ -98,7 +98,7 @@ class CacheDtype(NamedTuple):
 
 
 def quantized_dtype(dtype: Any) -> CacheDtype | None:
-    """The line of the table. None: a float type."""
+    """Returns the line of the table, or None for a float type."""
     return plugin("cache dtype", dtype) if isinstance(dtype, str) else None
 
 
@@ -111,7 +111,9 @@ def cache_dtype_of(dtype: Any) -> CacheDtype:
 
 
 def resolve_cache_dtype(dtype: Any) -> Any:
-    """A name in the table, or the float type. None: that of this device. Raises InputError for others."""
+    """Returns a name in the table, or the float type. None: the dtype of this device. Raises InputError for
+    other dtypes.
+    """
     return resolve_dtype(dtype) if quantized_dtype(dtype) is None else dtype
 
 
@@ -136,7 +138,9 @@ def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[
 
 
 def pair_bytes(width: int, dtype: Any) -> int:
-    """Bytes of one key and its value in a new cache of this process. dtype: as in `empty_pair`."""
+    """Returns the bytes of one key and its value in a new cache of this process. dtype: as in
+    `empty_pair`.
+    """
     if stores_side_by_side(dtype):
         return plugin("cache form", "side by side").pair_bytes(width, dtype)
     return 2 * cache_dtype_of(dtype).vector_bytes(width)
@@ -153,13 +157,13 @@ def is_quantized_kv(x: Stored) -> bool:
 
 
 def dequantize_kv(x: Stored) -> Any:
-    """Float32 keys or values; an array as it is."""
+    """Returns float32 keys or values. An array is returned as it is."""
     return x.decode() if isinstance(x, StoredKV) else x
 
 
 def map_slots(function: Callable, x: Any, *others: Any) -> Any:
-    """Applies a function to each array of x, and of others like it, that has slots; the function has them on
-    axis 2. What has no slots is x's. None stays None.
+    """Applies a function to each array of x that has slots, and of others like it. The function gets arrays
+    with slots on axis 2. Arrays without slots stay the arrays of x. None stays None.
     """
     if x is None:
         return None
@@ -167,7 +171,7 @@ def map_slots(function: Callable, x: Any, *others: Any) -> Any:
 
 
 def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
-    """`width` slots from slot `at` on, of one row; row None: of all rows."""
+    """Returns `width` slots from slot `at` on, of one row. row: None: all rows."""
     first, rows = (0, x.shape[0]) if row is None else (row, 1)
 
     def cut(y: jax.Array, at: Any, width: int) -> jax.Array:

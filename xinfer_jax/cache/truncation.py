@@ -1,5 +1,5 @@
-"""`KVCache.truncate` and `KVCache.repeat_rows`: rows go back to fewer tokens, if their layers still have
-what the next tokens need; and several rows continue one.
+"""`KVCache.truncate` and `KVCache.repeat_rows`. Rows go back to fewer tokens, if their layers still have the
+keys and states that the next tokens need, and several rows continue one.
 """
 
 import dataclasses

@@ -18,12 +18,12 @@ class ConfigDifference(NamedTuple):
 
 
 def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDifference | None:
-    """Returns the first field in which a checkpoint's config differs from a model's. None: the checkpoint
-    fits. The model may have key heads that a mesh repeated.
+    """Returns the first field in which a checkpoint's config differs from a model's, or None if the
+    checkpoint fits. The model may have key heads that a mesh repeated.
 
     Args:
-        config: of the model.
-        other: of the checkpoint.
+        config: the config of the model.
+        other: the config of the checkpoint.
     """
     with suppress(InputError):  # these numbers of heads do not divide each other
         if config == with_repeated_kv_heads(other, config.num_key_value_heads):

@@ -1,6 +1,7 @@
 """Opens a GGUF file as a checkpoint, with a config.json of its metadata and the shapes of its tensors.
 
-Absent keys have the defaults of llama.cpp, not those of a family in transformers. Keys: `gguf_keys`.
+Absent keys have the defaults of llama.cpp, not the defaults of a family in transformers. `gguf_keys` has the
+keys.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ Settings = dict[str, Any]
 
 
 def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the header of a GGUF file, and those of its other splits. Arguments and errors are the same as in
-    `load_model`.
+    """Reads the header of a GGUF file, and the headers of its other splits. Arguments and errors are the same
+    as in `load_model`.
     """
     file = open_gguf(path)
     keepable = {name: dataclasses.replace(x, kept=gguf_form) for name, x in file.tensors.items()}
@@ -183,7 +184,7 @@ def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of sampling, as in generation_config.json."""
+    """Returns defaults of sampling, in the form of generation_config.json."""
     keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
     given = {name: metadata[key] for name, key in keys.items() if key in metadata}
     tokens = metadata.get("tokenizer.ggml.suppress_tokens")

@@ -30,8 +30,8 @@ from .sharded_leaves import check_partition, device_part, leaf_partition, shard_
 class LeafLoader:
     """Returns a leaf's shapes (`struct`), or reads it (`load`).
 
-    The argument `quantized` of its methods has the tensors that store a leaf in `quant_format`; for others it
-    is empty.
+    The argument `quantized` of its methods has the tensors that store a leaf in `quant_format`. For other
+    leaves it is empty.
     """
 
     tensors: Tensors  # those of floats, and quantized ones as such
@@ -80,7 +80,7 @@ class LeafLoader:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
     def _kept_form(self, spec: FileSpec) -> KeptForm | None:
-        """The form in which a matrix of the files stays. None: it is read as floats."""
+        """Returns the form in which a matrix of the files stays, or None if it is read as floats."""
         if not self.keeps or not spec.is_quantizable:
             return None
         partition = leaf_partition(spec, self._num_devices)
@@ -92,8 +92,9 @@ class LeafLoader:
         return None if is_cut else form
 
     def _group(self, spec: FileSpec) -> int | None:
-        """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
-        whole matrix; in int8 with int8 activations one group, so that there is one scale per output.
+        """Returns the group size for quantizing a matrix, if it is not the default. Over a mesh it gives the
+        groups of the whole matrix. In int8 with int8 activations there is one group, so that there is one
+        scale per output.
         """
         if self.quantize is None:
             return None

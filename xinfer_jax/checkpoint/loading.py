@@ -143,7 +143,9 @@ class Checkpoint:
         return dataclasses.replace(self.model, params=params, load_stats=stats)
 
     def with_params(self, function: Callable[[Params], Params]) -> "Checkpoint":
-        """Returns the checkpoint whose parameters, and their shapes, are what a function makes of its own."""
+        """Returns the checkpoint with the parameters, and their shapes, that a function makes of its
+        parameters.
+        """
         model = dataclasses.replace(self.model, params=function(self.model.params))
         return Checkpoint(model, lambda: function(self._read()))
 
@@ -213,7 +215,9 @@ def open_checkpoint(
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
 ) -> Checkpoint:
-    """Does everything of `load_model` except reading the weights; same arguments and errors."""
+    """Does everything that `load_model` does, except reading the weights. It has the same arguments and
+    errors.
+    """
     settings = dtype, quantize, mesh, activations
     model, leaves = open_leaves(path_or_repo_id, *settings, dequantize=dequantize, hub=hub)
     check_weights(tree_bytes(model.params), memory_fraction(mesh))
@@ -231,9 +235,9 @@ def open_leaves(
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
 ) -> tuple[Model, Callable[[], Iterator[tuple[str, Any]]]]:
-    """Returns the model of `open_checkpoint`, and a function that reads the weights one by one: it yields the
-    path and the array of each leaf, in the order of the tree. Arguments and errors are those of `load_model`,
-    but memory for all leaves together is not checked.
+    """Returns the model of `open_checkpoint`, and a function that reads the weights one by one. It yields the
+    path and the array of each leaf, in the order of the tree. Arguments and errors are the same as in
+    `load_model`, but memory for all leaves together is not checked.
     """
     start = time.perf_counter()
     given_dtype = dtype

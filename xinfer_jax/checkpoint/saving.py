@@ -168,7 +168,9 @@ def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:
 def _small_files(
     source: Path | None, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> dict[str, Path | bytes]:
-    """The files beside weights and config.json, by name: of another checkpoint, then of the tokenizer."""
+    """Returns the files next to weights and config.json, by name: files of another checkpoint, then files of
+    the tokenizer.
+    """
     ends = [*(tokenizer.eos_token_ids if tokenizer else config.eos_token_ids)]
     files: dict[str, Path | bytes] = {}
     if ends:
@@ -247,8 +249,8 @@ def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _name_like(original: Mapping[str, str], name: str, norm: str) -> str:
-    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model.
-    norm: the name of the final norm, which every checkpoint has.
+    """Returns the name that a text model's tensor has in a checkpoint. original: its names by the names of
+    the text model. norm: the name of the final norm, which every checkpoint has.
     """
     within = "model." if name.startswith("model.") else ""
     known = norm if within else TIED[1]

@@ -3,7 +3,7 @@
 In the files, a part of a matrix is one of n equal slices along its outputs or its inputs, in every storage
 format. Some matrices are read whole and split in memory, one at a time (`LeafLoader` says which).
 
-Where the devices do not divide the vocabulary, rows of zeros are appended. No token has their ids, and
+If the devices do not divide the vocabulary, rows of zeros are appended. No token has their ids, and
 `model.decoder.unembed` drops their logits.
 """
 
@@ -37,7 +37,7 @@ class LeafPartition(NamedTuple):
     devices_per_part: int  # more than one where key/value heads are repeated
 
     def part_spec(self, spec: _Spec) -> _Spec:
-        """The spec of one part; of a vocabulary with padding."""
+        """Returns the spec of one part. The spec of a vocabulary includes its padding."""
         if self.axis is None:
             return spec
         shape = list(spec.shape)
@@ -107,7 +107,9 @@ def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> No
 
 
 def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_parts: int = 1) -> Any:
-    """The shapes of a leaf over the mesh. part: of what each device has, times `num_parts`."""
+    """Returns the shapes of a leaf over the mesh. part: the shapes of each device's part, times
+    `num_parts`.
+    """
 
     def shard_struct(struct: Any, places: PartitionSpec) -> Any:
         sizes = zip(struct.shape, places, strict=True)
@@ -121,7 +123,7 @@ def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_part
 
 
 def device_part(spec: FileSpec, leaf: Any, i: int, num_parts: int) -> Any:
-    """Part i of a whole leaf on the host, with zeros where the leaf ends before."""
+    """Returns part i of a whole leaf on the host, with zeros if the leaf ends before."""
 
     def part(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
         for axis, place in enumerate(places):

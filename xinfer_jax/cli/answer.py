@@ -46,7 +46,7 @@ Result = tuple[dict[str, Any], GenerateStats]  # the fields of the JSON output, 
 
 
 def answer_prompt(flags: Flags, prompt: str | None) -> int:
-    """Prints the answer to a prompt. Returns the exit code. prompt None: process 0 has it."""
+    """Prints the answer to a prompt. Returns the exit code. prompt: None: process 0 has the prompt."""
     use_compilation_cache("xinfer-jax", flags.compilation_cache)
     join_processes()
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt
@@ -104,7 +104,9 @@ def with_adapter_files(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
 
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
-    """`Model.sampling_config` with the flags that are set; --nogeneration_config leaves out the file."""
+    """Returns `Model.sampling_config` with the flags that are set. --nogeneration_config leaves out the
+    file.
+    """
     if not flags.generation_config:
         model = dataclasses.replace(model, generation_config={})
     values = {s.name: flags[s.field].value for s in SETTINGS.values() if s.field in flags}
@@ -138,7 +140,9 @@ class _Stream:
         self.prepare = self._answer.prepare
 
     def run(self) -> Result:
-        """Prints the answer, then the probabilities of its tokens if asked for; nothing with JSON output."""
+        """Prints the answer, then the probabilities of its tokens if asked for. Prints nothing with JSON
+        output.
+        """
         text = ""
         for chunk in chunks_with_status(self._answer):
             text += chunk
@@ -185,7 +189,7 @@ class _Beams:
         self.prepare = BeamSearchPlan(model.params, model.config, *call).prepare
 
     def run(self) -> Result:
-        """Prints the best sequence; nothing with JSON output, which has all of them."""
+        """Prints the best sequence. Prints nothing with JSON output, which has all sequences."""
         with compile_status("searching", self.prepare):
             out = beam_search(self._model.params, self._model.config, self._ids, **self._arguments)
         (found,) = out.sequences

@@ -1,5 +1,5 @@
 """The flags of `xinfer-jax`, `python -m xinfer_jax` and scripts/generate.py, and their checks. answer.py does
-the work; it and jax are imported once the flags are right.
+the work. It and jax are imported once the flags are right.
 """
 
 import dataclasses
@@ -107,7 +107,9 @@ def define_engine(parser: FlagParser) -> None:
 
 
 def define_kernels(parser: FlagParser, *more: str) -> None:
-    """more: implementations beside those of devices."""
+    """Defines the flag that names kernels. more: implementations in addition to the devices'
+    implementations.
+    """
     parser.add_choice(
         "impl",
         "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
@@ -167,7 +169,7 @@ def define_sampling(parser: FlagParser) -> None:
 
 
 def define_grammar(parser: FlagParser) -> None:
-    """Flags of what an answer has to be; at most one of them is given."""
+    """Defines the flags that constrain an answer. At most one of them is given."""
     parser.group = "structured output"
     parser.add_text(
         "json_schema", "Answers are JSON that is valid for the schema in this file.", empty="give a file"
@@ -177,7 +179,7 @@ def define_grammar(parser: FlagParser) -> None:
 
 
 def check_grammar(parser: FlagParser) -> None:
-    """Raises InputError if several flags say what an answer has to be."""
+    """Raises InputError if several flags constrain an answer."""
     given = [f"--{name}" for name in GRAMMAR_FLAGS if parser.is_set(name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} both constrain the answer: leave out all but one")

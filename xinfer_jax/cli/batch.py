@@ -18,8 +18,8 @@ from .terminal import status
 
 
 def answer_file(command: str, flags: Any, shard: tuple[int, int] | None) -> int:
-    """Answers a file of prompts; the exit code, 1 if a line of the output is an error. command: its name, for
-    log lines.
+    """Answers a file of prompts. Returns the exit code, 1 if a line of the output is an error. command: the
+    name of the command, for log lines.
     """
     use_compilation_cache(command, flags.compilation_cache)
     engine = vars(engine_options(flags))

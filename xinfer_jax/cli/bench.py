@@ -35,8 +35,8 @@ _WIDTHS = {
 
 
 def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> int:
-    """Prints the speeds of a model. Returns the exit code. settings: of a config.json, for random weights.
-    None: load the checkpoint.
+    """Prints the speeds of a model. Returns the exit code. settings: the content of a config.json, for random
+    weights. None: load the checkpoint.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     with status("loading the model"):
@@ -104,7 +104,9 @@ def _random_prompts(model: Model, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
-    """Prefill and decode of one batch. probes: so far; others are added."""
+    """Measures prefill and decode of one batch. probes: the measurements so far, to which others are
+    added.
+    """
     prompts = _random_prompts(model, lengths)
     options = _options(flags, impl=flags.impl, draft=flags.draft)
     peaks: list[int] = []

@@ -25,14 +25,14 @@ class FlagParser:
     Each definition takes a name and a help text. A value out of range raises with the remedy.
 
     Args:
-        name: of the command, as in errors.
+        name: the name of the command, as in errors.
         about: the first lines of --help.
         usage, example: the arguments after the command's name.
 
     Attributes:
-        name: as it was given; the name by which the command was started may take its place.
-        heading: what --help prints before all else.
-        values: of the flags.
+        name: the name as it was given. The name by which the command was started may take its place.
+        heading: the text that --help prints before all else.
+        values: the values of the flags.
         group: the heading in --help of flags that are defined next.
     """
 
@@ -47,7 +47,7 @@ class FlagParser:
         self._groups: dict[str, list[str]] = {}
 
     def add_text(self, name: str, help: str, empty: str = "", default: str | None = None) -> None:
-        """A text. empty: the remedy for an empty text. "": an empty text is allowed."""
+        """Adds a text. empty: the remedy for an empty text. "": an empty text is allowed."""
         self._define(name, help, default, str, lambda text: text or not empty, empty)
 
     def add_texts(self, name: str, help: str, empty: str) -> None:
@@ -68,7 +68,7 @@ class FlagParser:
         self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
 
     def add_integers(self, name: str, help: str, default: str) -> None:
-        """Whole numbers from 1, with commas between; the value is a list."""
+        """Adds whole numbers from 1, with commas between them. The value is a list."""
         remedy = "give whole numbers from 1, with commas between"
         self._define(name, help, default, _whole_numbers, all, remedy)
 
@@ -96,7 +96,7 @@ class FlagParser:
             self.add_text(field.name, help, "give a value")
 
     def add_setting(self, setting: Setting) -> None:
-        """A sampling setting; if it is not given its value is None, or [] of texts."""
+        """Adds a sampling setting. If it is not given, its value is None, or [] for texts."""
         name = setting.field
         if setting.kind == "switch":
             self.add_switch(name, setting.help, None)
@@ -119,10 +119,11 @@ class FlagParser:
         self.values[flag.name] = flag
 
     def parse(self, argv: Sequence[str]) -> None:
-        """Parses the flags; --help and --version print their text and exit.
+        """Parses the flags. --help and --version print their text and exit.
 
         Raises:
-            InputError: an unknown flag, a value outside its range, or an argument that is not a flag.
+            InputError: there is an unknown flag, a value outside its range, or an argument that is not a
+                flag.
         """
         if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
             write(f"{self._help() if needs_help else f'{self.name} {version()}'}\n")

@@ -24,7 +24,9 @@ _TOKENS = 4096  # tokens of a batch, approximately
 
 
 def measure_perplexity(command: str, flags: Any, text: str) -> int:
-    """Prints the perplexity of a text. Returns the exit code. command: its name, for log lines."""
+    """Prints the perplexity of a text. Returns the exit code. command: the name of the command, for log
+    lines.
+    """
     use_compilation_cache(command, flags.compilation_cache)
     join_processes()
     checkpoint = open_model(flags.model, flags)

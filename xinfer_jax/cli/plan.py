@@ -13,8 +13,8 @@ _GIB = 2**30
 
 
 def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | Tpu) -> int:
-    """Prints the plan of a model. Returns the exit code. settings: of config.json. card: data sheet of a
-    device.
+    """Prints the plan of a model. Returns the exit code. settings: the content of config.json. card: the data
+    sheet of a device.
     """
     config = from_hf(settings)
     kv = flags.cache_dtype or ("float32" if flags.weights == "float32" else "bfloat16")

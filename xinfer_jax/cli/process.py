@@ -34,8 +34,8 @@ def seconds_since_start() -> float:
 
 
 def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -> None:
-    """Runs a program in a second thread and ends the process with its exit code; at once with 130 at Ctrl-C,
-    and with 128 + its number at one of further signals.
+    """Runs a program in a second thread and ends the process with its exit code. It ends at once with 130 at
+    Ctrl-C, and with 128 plus its number at one of the further signals.
     """
     install_signal_handlers(*signals)
     _fill_closed_streams()
@@ -139,10 +139,12 @@ def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn
 
 
 def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
-    """Does the work and exits.
+    """Does the work and exits with one of these codes:
 
-    Exit codes: what `work` returns (None: 0); 2 with one line on standard error for bad input, a file or
-    stream that fails, or too little memory; 1 where the reader of the answer has gone; 130 at Ctrl-C.
+    - The result of `work` (None: 0).
+    - 2, with one line on standard error, for bad input, a file or stream that fails, or too little memory.
+    - 1 if the reader of the answer has gone.
+    - 130 at Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding does not have is printed as "?".
@@ -167,7 +169,7 @@ def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
 
 
 def _user_error(error: Exception) -> str | None:
-    """The message for an error that the user can correct. None: it is a bug."""
+    """Returns the message for an error that the user can correct, or None for a bug."""
     text = str(error)
     if isinstance(error, InputError):
         return text

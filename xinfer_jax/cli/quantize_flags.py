@@ -91,7 +91,7 @@ main = command_main(PARSER, _run)
 
 
 def _documents(source: str | None) -> list[str] | None:
-    """The documents of a file; None if the model samples them, or none are wanted."""
+    """Returns the documents of a file, or None if the model samples them, or if none are wanted."""
     if source in (None, _SAMPLED):
         return None
     text = Path(source).expanduser().read_text(encoding="utf-8")

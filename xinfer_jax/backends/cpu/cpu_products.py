@@ -34,8 +34,8 @@ def float_form(call: Call) -> Callable:
 
 
 def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
-    """The matrix with outputs of zeros where it has few. A CPU would multiply by one output as by a vector:
-    the order of a row's sum would depend on how many rows there are and on which one it is.
+    """Returns the matrix with outputs of zeros if it has few. A CPU would multiply by one output as by a
+    vector: the order of a row's sum would depend on the number of rows and on the row's place.
     """
     missing = _MIN_OUTPUTS - len(matrix_OI)
     return jnp.pad(matrix_OI, ((0, missing), (0, 0))) if missing > 0 else matrix_OI
@@ -171,7 +171,9 @@ def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
 
 
 def embedding_form(call: Call) -> Callable | None:
-    """A form of `embedding`, which converts only the rows that it takes. None: of float32 or int8."""
+    """Returns a form of `embedding`, which converts only the rows that it takes. None: the table is float32
+    or int8.
+    """
     return None if call.operands["table"].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 

@@ -1,8 +1,8 @@
 """Products for CPUs with MXFP4 weights.
 
-The bits of a number become those of a float. For a row that is float16, since CPUs convert subnormal numbers
-of that type to float32 exactly. With fewer partial sums (one of a group, or of several) LLVM no longer
-unrolls the loop, and it is four times as slow.
+The bits of a number become the bits of a float. For a single row the float is float16, since CPUs convert
+subnormal numbers of that type to float32 exactly. With fewer partial sums (one of a group, or of several)
+LLVM no longer unrolls the loop, and it is four times as slow.
 """
 
 import jax
@@ -41,8 +41,8 @@ def mxfp4_form(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
 
 
 def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The numbers in the low halves of bytes and those in the high ones, times 2**-14: bits of float16 from
-    bytes whose sign fills 16 bits.
+    """Returns the numbers in the low halves of bytes and the numbers in the high halves, times 2**-14. The
+    bits of float16 come from bytes whose sign fills 16 bits.
     """
     bits = lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int16)
     halves = ((bits << 12) >> 3, bits << 5)

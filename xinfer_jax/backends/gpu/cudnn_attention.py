@@ -17,9 +17,13 @@ _FEWEST = 128  # tokens of a row: a tile of cuDNN's kernels
 
 
 def cudnn_form(call: Call) -> Callable | None:
-    """A form of `causal_attention`. None: a kernel is named; there are sinks, caps or few tokens; a mesh's
-    devices do not divide the rows; it is in a `jax.shard_map` that leaves axes to the compiler, or of a jax
-    without such gradients; or jax rejects the dtype, the widths, the GPU or the cuDNN of this process.
+    """Returns a form of `causal_attention`, or None in these cases:
+
+    - A kernel is named.
+    - There are sinks, caps or few tokens.
+    - The devices of a mesh do not divide the rows.
+    - The call is in a `jax.shard_map` that leaves axes to the compiler, or of a jax without such gradients.
+    - jax rejects the dtype, the widths, the GPU or the cuDNN of this process.
     """
     q_BTNH = call.operands["q_BTNH"]
     kv = call.operands["kv"]

@@ -55,7 +55,7 @@ def sampled_from_form(taken_BV: jax.Array, **operands: Any) -> jax.Array:
 
 
 def logsumexp_form(call: Call) -> Callable | None:
-    """A form of `logsumexp` in one pass; over a mesh as XLA does it."""
+    """Returns a form of `logsumexp` in one pass. Over a mesh it is the form of XLA."""
     return None if abstract_mesh_of(call.operands["logits_BV"]) else logsumexp_in_one_pass
 
 
@@ -81,8 +81,8 @@ def choose_at_draft_positions(
 
 def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
     """Returns the contexts of T + 1 positions of each row, as B * (T + 1) rows: before its draft tokens,
-    after the first, …, after all. Arrays of the vocabulary are computed element by element: a compiler
-    can do it where they are read, and need not store them.
+    after the first, …, after all. Arrays of the vocabulary are computed element by element, so a compiler can
+    compute them when they are read, and need not store them.
     """
     (B, T) = draft_BT.shape
     rows = repeated_rows(context, T + 1)
@@ -133,7 +133,7 @@ def context_with_tokens(context: Context, token_BT: jax.Array, count_B: jax.Arra
 
 
 def repeated_rows(tree: Any, times: int) -> Any:
-    """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
+    """Returns a tree of arrays with `times` copies of each row. The copies of a row are consecutive."""
     return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
@@ -149,10 +149,12 @@ def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
 def _choose_of_rows(
     as_rows: Callable, group: int, run_config: RunConfig, *arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
-    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
-    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
-    branch makes the rows of `group` entries of the arrays after the others.
+    """Returns the tokens of the rows `as_rows(*arrays)` (logits, keys, settings and context), and the
+    logsumexp of these logits.
+
+    On GPUs the host waits for the predicate of each branch. There is one predicate: all rows are sampled from
+    their candidates, by processors that cost no additional pass over the logits. The other branch makes the
+    rows of `group` entries of the arrays one group after the other.
     """
     logits_BV, key_B, sampling_B, context = as_rows(*arrays)
     (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, run_config)
@@ -169,8 +171,8 @@ def _choose_of_rows(
 
 
 def _summarize_logits(logits_BV, sampling_B, context, run_config):
-    """The candidates among the logits with bias and repetition penalty, as `largest_k` returns them; and
-    the logsumexp of the logits as they are.
+    """Returns the candidates among the logits with bias and repetition penalty, as `largest_k` returns them,
+    and the logsumexp of the logits as they are.
     """
     V = logits_BV.shape[1]
     chosen = "xla"

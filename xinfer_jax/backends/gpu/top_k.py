@@ -38,14 +38,14 @@ def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def top_k_of_groups(
     largest: jax.Array, take: Callable[[jax.Array], jax.Array], group: int, size: int, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`top_k` of numbers in groups.
+    """Returns the `top_k` of numbers in groups.
 
     Args:
         largest: [..., groups], the largest number of each group.
-        take: gives the numbers at indices, int32 [..., I].
-        group: numbers of a group.
-        size: numbers of a row; the last group may have fewer.
-        count: results of a row.
+        take: a function that returns the numbers at indices, int32 [..., I].
+        group: the number of numbers in a group.
+        size: the number of numbers in a row. The last group may have fewer.
+        count: the number of results of a row.
     """
     _, which = lax.top_k(largest, min(count, largest.shape[-1]))
     which = jnp.sort(which, -1)  # so that the lowest index of equal numbers is first

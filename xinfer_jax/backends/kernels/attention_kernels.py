@@ -12,7 +12,9 @@ from ...ops.operation import Call
 
 
 def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
-    """Keys and values of a layer cache as kernels read them; None for each where no kernel does."""
+    """Returns the keys and values of a layer cache as kernels read them, or None for each that no kernel
+    reads.
+    """
     if kernel_obstacle(kv):
         return None, None
     k, v = (x.kernel_array() if isinstance(x, StoredKV) else x for x in (kv.k, kv.v))
@@ -27,7 +29,7 @@ def kernel_obstacle(kv: Contiguous) -> str | None:
 
 
 def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
-    """The layer cache with other arrays in place of those of `kernel_arrays`."""
+    """Returns the layer cache with other arrays in place of its `kernel_arrays`."""
 
     def stored(old: Any, array: Any) -> Any:
         return old.with_kernel_array(array) if isinstance(old, StoredKV) else array

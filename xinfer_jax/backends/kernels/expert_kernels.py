@@ -25,7 +25,7 @@ _MOST_NUMBERS = 2**22  # of a router
 
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
-    """The implementation for these tokens and experts; raises as `named`."""
+    """Returns the implementation for these tokens and experts. Raises as `named` does."""
     weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
     obstacle = next(filter(None, map(_obstacle, weights)), None)
     if len(set(map(_layout, weights))) > 1:
@@ -85,8 +85,8 @@ EXPERTS = Kernel(_select, _run)
 
 
 def _select_route(call: Call) -> kernels_pallas.Selection:
-    """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
-    under every name.
+    """Returns the implementation of the operations before experts, in one launch. It is "xla" if there is no
+    kernel for it, under every name.
     """
     leaves = call.operands["leaves"]
     impl = call.run_config.impl

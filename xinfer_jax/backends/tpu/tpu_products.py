@@ -24,14 +24,14 @@ def apart_form(call: Call) -> Callable | None:
 
 
 def row_form(call: Call) -> Callable | None:
-    """A form of products of a single row. None: there are more. TPUs multiply a single row on their vector
-    units. Eight rows, a tile of their matrix units, take a third of the time or less.
+    """Returns a form of products of a single row. None: there are more. TPUs multiply a single row on their
+    vector units. Eight rows, a tile of their matrix units, take a third of the time or less.
     """
     return _padded(call.plain) if len(call.operands["x"]) == 1 else None
 
 
 def tpu_grouped_form(call: Call) -> Callable | None:
-    """Returns a form of `grouped_product`. None: with int8 activations, of several rows."""
+    """Returns a form of `grouped_product`. None: there are int8 activations and several rows."""
     if call.operands["matrix"].int8_activations:
         return row_form(call)
     return _padded(tpu_grouped_product) if len(call.operands["x"]) == 1 else tpu_grouped_product
