@@ -38,7 +38,7 @@ def assert_parity(
         path: of a checkpoint that both open: a directory or a hub name.
         tokens: texts, as token ids.
         atol: the largest difference that passes.
-        model: what is compared. None: `load_model(path, dtype="float32")`.
+        model: what is compared; None: `load_model(path, dtype="float32")`.
 
     Raises:
         AssertionError: which logit differs most, and by how much.
@@ -97,7 +97,7 @@ def assert_rollout_matches_score(
         prompts: token ids.
         max_tokens: of each answer; no id ends one.
         temperature: above 0; of the samples, and of the log-probabilities.
-        scored_by: parameters that score, as a trainer has them. None: params.
+        scored_by: parameters that score, as a trainer has them; None: params.
         atol: the largest difference that passes; bfloat16 needs about 0.2.
         seed: of the samples.
         options: further arguments of `score`: chunk, taps, remat, impl.

@@ -14,7 +14,8 @@ On the device:
 
 - `engine_options` has the arguments of an engine, and `shape` has its sizes.
 - `device_programs` has the programs.
-- `held_table` has the things that requests name. `held_processors` and `held_vectors` have the functions and vectors of callers.
+- `held_table` has the things that requests name. `held_processors` and `held_vectors` have
+  the functions and vectors of callers.
 - `host_pages` and `adapter_stack` are arrays of pages and of adapters.
 - `engine_device` has all arrays of an engine. `warm_up` decides when which programs are compiled.
 - `messages` and `controller` let other processes repeat the calls of process 0.

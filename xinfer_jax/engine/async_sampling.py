@@ -84,7 +84,7 @@ class AsyncSampling:
                 every function of a model: its top_k and top_p cut the distribution. Rollouts that train on
                 log-probabilities of the whole distribution pass
                 `GenerateOptions(sampling=SamplingConfig(temperature=1.0))`.
-            seed: of the random draws, at least 0. None: a random one, which the result has.
+            seed: of the random draws, at least 0; None: a random one, which the result has.
             live, how: as of `submit`, but for `key` and `prompt_logprobs`.
 
         Raises:

@@ -143,7 +143,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
 
         Args:
             name, adapter: as of `add`.
-            version: of these contents, for `adapter_versions`. None: the last one + 1. `add` gives 0.
+            version: of these contents, for `adapter_versions`; None: the last one + 1. `add` gives 0.
             mode: as of `WeightUpdates.update`, of unfinished answers with this adapter; "wait" waits for all
                 answers.
 
@@ -158,7 +158,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
 
     def remove(self, name: str) -> None:
         """Lets no further request name an adapter. Requests that have named it go on; its place is free when
-        they have ended. Raises InputError if no adapter has the name.
+        they have ended. Raises InputError where no adapter has the name.
         """
         self._owner.check_local("adapters")
         with self._owner.updating:

@@ -53,7 +53,7 @@ class Pausing:
     @without_mesh_context
     def abort(self) -> None:
         """Ends all unfinished answers with the finish_reason "abort", whether the engine is paused or not.
-        Raises InputError if it is closed, or has failed.
+        Raises InputError where it is closed, or has failed.
         """
         owner = self._owner
         owner.check_local("requests")
@@ -62,7 +62,7 @@ class Pausing:
             abort_unfinished(owner)
 
     def resume(self) -> None:
-        """Ends `pause`. Raises InputError if it is not paused, or has no pages."""
+        """Ends `pause`. Raises InputError where it is not paused, or has no pages."""
         self._change("resume", PAUSED, RUNNING)
 
     def release_cache(self) -> None:

@@ -281,18 +281,14 @@ class Engine:
 
     @property
     def missing(self) -> str:
-        """Returns the reason why no request can be answered now, for example "no decode process is
-        connected". It is "" if there is no reason.
-        """
+        """What there is not, so that no request can be answered now; "": nothing."""
         return ""
 
     def check_local(self, what: str) -> None:
-        """Raises InputError if the engines are in other processes, which keep their weights."""
+        """Raises InputError where the engines are in other processes, which keep their weights."""
 
     def forget_prompts(self) -> None:
-        """Forgets the prompts that engines were given. Call it after new weights: no engine has pages of
-        earlier prompts.
-        """
+        """After new weights: no engine has pages of earlier prompts."""
 
     def submit(
         self,
@@ -323,11 +319,11 @@ class Engine:
 
         Args:
             prompts: token ids, texts, or messages.
-            options: for all, or one per prompt. None: `GenerateOptions()`. Without `options.sampling` an
+            options: for all, or one per prompt; None: `GenerateOptions()`. Without `options.sampling` an
                 answer follows the model's generation_config.json. Options of a whole engine (capacity, impl,
                 cache_dtype, draft) raise `InputError`.
-            request_options: how the engine serves them. None: `RequestOptions()`.
-            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`. None:
+            request_options: how the engine serves them; None: `RequestOptions()`.
+            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`; None:
                 `jax.random.key(0)`, so another call gives the same answers.
             fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`. The adapter may
                 be a list with one per prompt.
@@ -425,13 +421,13 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Returns the current state of the engine, and its counts so far."""
+        """What the engine does now and did so far."""
         engines: Sequence[Any] = self.engines
         return collect_stats(engines, [engine.counters for engine in engines])
 
     @property
     def alive(self) -> bool:
-        """Returns True if the engine can answer: no engine has failed or was closed."""
+        """Whether it can answer: no engine has failed or was closed."""
         return all(engine.error is None for engine in (*self.engines, self))
 
     def _start_all(self) -> None:
@@ -462,7 +458,7 @@ class Engine:
 
     @property
     def last_step_time(self) -> float:
-        """The time at which its last step ended, by time.monotonic()."""
+        """When its last step ended, by time.monotonic()."""
         return min(engine.last_step_time for engine in self.engines)
 
     def follow(self) -> bool:

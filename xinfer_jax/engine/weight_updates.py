@@ -35,7 +35,7 @@ class WeightUpdates:
 
     @property
     def version(self) -> int:
-        """The version of the weights, which the last `update` set."""
+        """Of the weights: that of the last `update`."""
         version: int = self._owner.engines[0].core.weights.version
         return version
 
@@ -60,20 +60,21 @@ class WeightUpdates:
         them ends early or is wrong, the engine keeps its weights.
 
         Args:
-            params: one of these sources: a tree: leaves with the paths and shapes of `model.params`, in any
-                containers, on any devices; a directory (a text or a `Path`): a checkpoint that `save_model`
-                wrote, or one of Hugging Face, whose config is that of `model`. Over several processes process
-                0 alone calls this, and each process reads the directory of this path; a stream (an iterator,
-                `dict.items()`, or a list): pairs of a name and an array, by the published names that
-                `params_to_tensors` gives, in any order. An engine with int8 or int4 matrices takes floats
-                too, and quantizes them where they lie; key heads that it repeats and rows that pad its
-                vocabulary may be missing. (A stream of a family whose queries, keys and values are one tensor
-                has these key heads repeated.)
-            version: of these weights, for `token_versions`. None: the last one + 1. Engines start with 0.
+            params: one of these sources:
+                a tree: leaves with the paths and shapes of `model.params`, in any containers, on any devices;
+                a directory (a text or a `Path`): a checkpoint that `save_model` wrote, or one of Hugging
+                Face, whose config is that of `model`. Over several processes process 0 alone calls this, and
+                each process reads the directory of this path;
+                a stream (an iterator, `dict.items()`, or a list): pairs of a name and an array, by the
+                published names that `params_to_tensors` gives, in any order.
+                An engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
+                heads that it repeats and rows that pad its vocabulary may be missing. (A stream of a family
+                whose queries, keys and values are one tensor has these key heads repeated.)
+            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "abort". "recompute": their keys are computed anew, and they go on;
-                where other devices prefill prompts, those that decode compile programs for that.
+                end with the finish_reason "abort". "recompute": their keys are computed anew, and they go
+                on; where other devices prefill prompts, those that decode compile programs for that.
             cast: floats of another type are cast. False: they are an error. A directory is always cast.
             copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
                 donate them to a training step.
