@@ -128,10 +128,10 @@ class TextEncoder:
         truncation_side: str | None = None,
         escape: bool = True,
     ):
-        """prompt, truncate_prompt_tokens and escape are as in `embed_texts`.
+        """Makes an encoder. prompt, truncate_prompt_tokens and escape are the same as in `embed_texts`.
 
         Args:
-            max_length: most tokens of a text. None: as the model allows.
+            max_length: the most tokens of a text. None: as the model allows.
             truncation_side: the side that loses tokens. None: the tokenizer's.
         """
         if not isinstance(prompt, str | None):

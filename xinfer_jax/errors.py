@@ -1,4 +1,6 @@
-"""Exceptions for bad input, whose texts have the value and the remedy; how errors and reprs show values."""
+"""Exceptions for bad input, whose texts have the value and the remedy. Also formats values in errors and
+reprs.
+"""
 
 import dataclasses
 import re
@@ -39,7 +41,7 @@ class NoTokenLeftError(InputError):
 
 
 def format_message(message: object) -> str:
-    """Returns at most 300 characters on one line; characters that are not printable are escaped."""
+    """Returns at most 300 characters on one line. Characters that are not printable are escaped."""
     text = str(message)
     if len(text) > 20 * _MAX_LENGTH:  # the cut part needs no escaping
         text = text[: 10 * _MAX_LENGTH] + text[-10 * _MAX_LENGTH :]

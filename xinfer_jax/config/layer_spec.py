@@ -1,4 +1,4 @@
-"""`LayerSpec`: what a decoder layer is made of. Layers with equal specs have parameters of equal shapes."""
+"""`LayerSpec`: the parts of a decoder layer. Layers with equal specs have parameters of equal shapes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -82,7 +82,7 @@ class ClampedSwiglu:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRouterSpec(RouterSpec):
-    """The experts with the largest scores; their weights are a softmax of scores."""
+    """A router that chooses the experts with the largest scores. Their weights are a softmax of scores."""
 
     kind = "softmax"
 

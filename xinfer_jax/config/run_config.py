@@ -1,4 +1,4 @@
-"""`RunConfig`: what is static about a run of a model, and no part of the model."""
+"""`RunConfig`: the static settings of a run that are no part of the model."""
 
 import dataclasses
 from collections.abc import Callable

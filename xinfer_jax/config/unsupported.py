@@ -7,8 +7,8 @@ from .model_config import ModelConfig
 
 
 def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
-    """Raises InputError if the model has a part with which a feature is not supported. what: the feature in
-    the message, with its verb.
+    """Raises InputError if the model has a part that does not support a feature. what: the name of the
+    feature in the message, with its verb.
 
     Features: "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD", "draft
     model", and "causal" (hidden states that depend on no later token).
@@ -37,5 +37,7 @@ def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
 
 
 def check_causal(config: ModelConfig, what: str) -> None:
-    """Raises InputError if hidden states depend on later tokens. what: needs that they do not."""
+    """Raises InputError if hidden states depend on later tokens. what: the feature that needs causal hidden
+    states, for the message.
+    """
     check_supported(config, "causal", f"{what} is", "use hidden_states or embed_texts")

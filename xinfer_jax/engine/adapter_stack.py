@@ -1,5 +1,5 @@
-"""`AdapterStack`: the LoRA adapters that an engine holds, on its devices: of each matrix those of all,
-stacked. Adding one writes into the arrays, so it compiles nothing.
+"""`AdapterStack`: the LoRA adapters that an engine holds, on its devices. For each matrix, the matrices of
+all adapters are stacked. Adding an adapter writes into the arrays, so it compiles nothing.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,11 @@ _MAX_ROWS = 64  # arrays of `of_rows`, that are kept
 
 
 class AdapterStack:
-    """N adapters for the rows of an engine, and one of zeros; all of one rank R: lower ones end with zeros.
+    """N adapters for the rows of an engine, and one adapter of zeros. All have one rank R: adapters of a
+    lower rank end with zeros.
 
     Attributes:
-        paths: of the matrices that they may change.
+        paths: the paths of the matrices that they may change.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AdapterStack:
         map_matrices(params, self.paths, empty)
 
     def of_rows(self, adapter_B: np.ndarray) -> jax.Array:
-        """The adapters of rows on the devices, once for all matrices; int32, -1: none."""
+        """Returns the adapters of rows on the devices, once for all matrices, int32. -1: none."""
         if (key := adapter_B.tobytes()) not in self._rows:
             if len(self._rows) >= _MAX_ROWS:
                 self._rows.clear()

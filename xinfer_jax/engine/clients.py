@@ -35,7 +35,7 @@ class Client:
 
 
 class Clients:
-    """All clients of an engine with so many slots, and the rows that wait."""
+    """All clients of an engine with this number of slots, and the rows that wait."""
 
     def __init__(self, slots: int):
         self._slots = slots
@@ -44,7 +44,7 @@ class Clients:
 
     @property
     def waiting(self) -> list[Any]:
-        """All rows without a slot, those of each client by rank."""
+        """All rows without a slot, with the rows of each client by rank."""
         return [row for client in self._clients.values() for row in client.waiting]
 
     @property
@@ -99,7 +99,7 @@ class Clients:
             self.client_of(row).tokens += prefilled + _DECODE_WEIGHT * decoded
 
     def next_row(self) -> Any:
-        """The row that gets the next slot; None if no row waits."""
+        """The row that gets the next slot, or None if no row waits."""
         return next(iter(self.by_urgency(self.first_rows())), None)
 
     def first_rows(self) -> list[Any]:
@@ -116,7 +116,7 @@ class Clients:
         return sorted(rows, key=lambda row: (orders[row.client], row.rank))
 
     def _client_order(self, row: Any, share: int) -> tuple[bool, int, bool, int, int, int]:
-        """The order of the client whose first row this is; the lowest goes first."""
+        """Returns the order of the client whose first row this is. The lowest goes first."""
         client = self.client_of(row)
         priority = row.priority
         if row.overtaken >= STARVATION_LIMIT:  # it is the client's first row, but its client goes no sooner

@@ -56,7 +56,9 @@ class Leader:
 
     @params.setter
     def params(self, params: Params) -> None:
-        """Replaces the parameters in all processes; each has given its own to `Device.next_params`."""
+        """Replaces the parameters in all processes. Each process has given its parameters to
+        `Device.next_params`.
+        """
         self._device.next_params = params
         self._call("adopt_params")
 
@@ -79,7 +81,7 @@ class Leader:
         return result
 
     def close(self) -> None:
-        """Ends `Follower.run` in the other processes; safe to call again."""
+        """Ends `Follower.run` in the other processes. It is safe to call again."""
         self._channel.send(_CLOSE)
         self._channel.end()
 

@@ -122,7 +122,7 @@ class EngineCore:
         return not any(answer.has_begun for answer in list(self.answers.values()))
 
     def restart(self, answer: Answer) -> None:
-        """Lets a row compute its keys anew; then it goes on from the token sampled last."""
+        """Lets a row compute its keys again. Then it continues from the token that it sampled last."""
         row = answer.row
         if row.is_prefilled:
             state, *_ = self._swapped.get(answer) or (self.device.get_row(row.slot),)
@@ -177,7 +177,7 @@ class EngineCore:
         return any(self.answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
-        """The stages of `Device.stages` that an answer needs beside the first."""
+        """Returns the stages of `Device.stages` that an answer needs in addition to the first."""
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
@@ -245,7 +245,7 @@ class EngineCore:
 
     def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
         """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
-        prompt; and the tokens whose `Alternatives` are asked for, and these.
+        prompt, then the tokens whose `Alternatives` are asked for, and these alternatives.
         """
         row = chunk.row
         end = chunk.start + chunk.count
@@ -261,7 +261,7 @@ class EngineCore:
         return outputs, targets, self.device.prefill_with_logprobs(*args, targets, variant)
 
     def lend_pages(self, row: Row) -> None:
-        """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
+        """Gives a row that needs no slot pages for all of its tokens. Other rows are preempted for them."""
         self._execute(self.scheduler.lend_pages(row, row.longest))
 
     def sample_firsts(self) -> None:
@@ -286,8 +286,8 @@ class EngineCore:
         self._append_all(firsts, out)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
-        """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
-        are not computed yet does not take part.
+        """Decodes the running rows for a limited time or, while others wait, until a row ends. A row whose
+        masks are not computed yet does not take part.
         """
         scheduler = self.scheduler
         tokens_per_step = 1 + self.shape.num_draft_tokens
@@ -395,7 +395,7 @@ class EngineCore:
         return ended
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """Ends a request; other requests continue."""
+        """Ends a request. Other requests continue."""
         request.fail(error)
         self._end_all(request, "error", valid=False)
         self._notify([request])

@@ -2,7 +2,7 @@
 copies of rows and pages.
 
 Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A call
-that samples adds empty columns, and returns them apart from the rows.
+that samples adds empty columns, and returns them separately from the rows.
 
 A row's bits do not depend on the number of decode steps in a call: its whole state is kept between two calls.
 """
@@ -98,8 +98,8 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
 def sample_one_token(
     executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
 ) -> tuple[DecodeState, SampledTokens]:
-    """The rows of all slots after one token of the running ones, and this token. args: what `sample` takes,
-    of all slots; and the call.
+    """Returns the rows of all slots after one token of the running ones, and this token. args: the arguments
+    of `sample`, for all slots, and the call.
     """
     outputs, call = args
     own, state, _ = _begin(executor, steps, rows, call)
@@ -127,8 +127,11 @@ def decode_rows(
 
 
 def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCall) -> tuple[Any, Any, Any]:
-    """The leaves of the rows that `_end` puts back, by index; the state of a call, in which the rows that do
-    not run are inactive, with columns for the output; and the `lengths` of a cache.
+    """Begins a call. Returns three values:
+
+    - the leaves of the rows that `_end` puts back, by index,
+    - the state of a call, in which the rows that do not run are inactive, with columns for the output,
+    - the `lengths` of a cache.
     """
     leaves, output, lengths = executor.call(_BEGIN, rows, call.running_B, call.wanted_B, steps.recorded)
     own = {i: x for i, x in enumerate(jax.tree.leaves(rows)) if i in leaves}

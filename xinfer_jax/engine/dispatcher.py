@@ -35,9 +35,9 @@ class Job:
 
 
 class Dispatcher:
-    """Gives answers to endpoints, where an `EngineCore` would compute them. If an endpoint fails, its prompts
-    go to another; the requests whose pages were there fail. The thread of one engine calls it, also for
-    events of endpoints: `progress` to `return_pages`.
+    """Gives answers to endpoints, in place of an `EngineCore` that would compute them. If an endpoint fails,
+    its prompts go to another endpoint, and the requests whose pages were there fail. The thread of one engine
+    calls the methods, also for events of endpoints: `progress` to `return_pages`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Dispatcher:
             self._end(request, reason)
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
-        """Notifies of what has happened, and waits a moment. Returns whether any request is unfinished."""
+        """Reports events, and waits a moment. Returns True if any request is unfinished."""
         for endpoint in list(self.endpoints):
             if endpoint.error is not None:
                 self.lose(endpoint)
@@ -134,7 +134,7 @@ class Dispatcher:
             self._drop(self._current.pop(answer))
 
     def pull(self, ticket: int, shardings: Any) -> None:
-        """A row has room where it is decoded."""
+        """Handles the event that a row has room at the endpoint that decodes it."""
         if source := self._source(ticket):
             source.endpoint.send(source.ticket, ticket, shardings)
 
@@ -144,7 +144,9 @@ class Dispatcher:
             job.endpoint.receive(ticket, contents)
 
     def arrived(self, ticket: int) -> None:
-        """The state and pages of a row are where it is decoded."""
+        """Handles the event that the state and pages of a row have arrived at the endpoint that decodes
+        it.
+        """
         if source := self._source(ticket):
             self._jobs[ticket].arrived = True
             source.endpoint.release(source.ticket)

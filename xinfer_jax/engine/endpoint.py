@@ -83,8 +83,8 @@ class EngineEndpoint:
             self._engine.enqueue([request])
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
-        """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`. None:
-        those of this engine.
+        """Sends a prefilled row to the endpoint that knows it by the ticket `target`. shardings: the
+        shardings of `pull`. None: this engine's.
         """
         deliver = partial(self._emit, "pages", target)
         self._call_soon(ticket, lambda answer: self._core.send(answer.row, shardings, deliver))
@@ -106,8 +106,8 @@ class EngineEndpoint:
         self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
-        pages, those from `first` on, as `Device.copy_pages` gives them.
+        """Keeps pages that another engine decoded in the prefix cache. The tokens are `ids`, the prompt and
+        more in full pages. The pages are the ones from `first` on, in the form of `Device.copy_pages`.
         """
         prefilled = self._answers[ticket].prefilled if ticket in self._answers else None
 
@@ -172,8 +172,8 @@ class RoleCore(EngineCore):
 
 class PrefillCore(RoleCore):
     """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot
-    and pages until these have arrived at the engine that decodes it; while that is full, no more prompts get
-    a slot here.
+    and pages until these have arrived at the engine that decodes it. While that engine is full, no more
+    prompts get a slot here.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -239,8 +239,8 @@ class PrefillCore(RoleCore):
 
 class DecodeCore(RoleCore):
     """Decodes rows that another engine prefilled. They come as preempted rows do, and their pages are pulled
-    once the scheduler gives them a slot; rows that decode go on meanwhile. Keys that an update wants anew it
-    computes itself, by programs that are compiled then.
+    once the scheduler gives them a slot. Rows that decode continue meanwhile. If an update needs keys to be
+    computed again, this engine computes them, by programs that are compiled then.
     """
 
     def lose(self, answer: Answer, error: BaseException) -> None:
@@ -282,8 +282,9 @@ class DecodeCore(RoleCore):
             super().restart(answer)
 
     def arrive(self, answer: Answer, contents: Any) -> None:
-        """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
-        it is an ordinary preempted row from now on. A row with outdated keys computes them here.
+        """Puts the state and pages of a row into the slot and pages that the scheduler gave it. If the row
+        was preempted meanwhile, it is an ordinary preempted row from now on. A row with outdated keys
+        computes them here.
         """
         if not self._is_elsewhere(answer):  # it arrived before, or has ended
             return

@@ -1,5 +1,5 @@
-"""`LocalEngine`: a scheduler and device programs that answer its requests; or several engines with roles,
-which it gives them to.
+"""`LocalEngine`: a scheduler and device programs that answer its requests, or several engines with roles, to
+which it gives the requests.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class LocalEngine(EngineLoop):
     Attributes:
         about: one line about its size, and the seconds until it was ready.
         role: as in `EngineOptions`.
-        follower: in processes other than process 0.
-        channel: to other processes. None: there are none.
+        follower: the follower, in processes other than process 0.
+        channel: the channel to other processes. None: there are none.
         memory: the bytes that it takes.
     """
 
@@ -117,7 +117,9 @@ class LocalEngine(EngineLoop):
 
     @property
     def engines(self) -> Sequence["LocalEngine"]:
-        """The engines that answer: this one; with roles, those that prefill and then those that decode."""
+        """The engines that answer: this one or, with roles, the ones that prefill and then the ones that
+        decode.
+        """
         return self._roles or (self,)
 
     @property
@@ -171,7 +173,7 @@ class LocalEngine(EngineLoop):
             self.core.forget_prompts()
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` but for the times."""
+        """Returns the fields of `EngineStats` except the times."""
         counts = self.core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(

@@ -72,12 +72,13 @@ class Device:
 
     Attributes:
         params, config: the model.
-        next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
+        next_params: the parameters that `adopt_params` sets. Over several processes each process sets its
+            own.
         pools: (k, v) of each mixer with keys.
         states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
-        host: pages in host memory. None: none, or this is a dry run.
-        adapters: None: it has none.
+        host: pages in host memory. None: there are none, or this is a dry run.
+        adapters: the adapters. None: it has none.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class Device:
         return start_rows(callers, np.arange(len(new)), rows, self._run)
 
     def draft_tokens(self) -> np.ndarray:
-        """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
+        """Returns, int32 [B, draft tokens], the draft tokens that the next step of `decode` verifies. Call it
+        only if there are draft tokens.
+        """
         return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
 
     def prefill(
@@ -150,10 +153,15 @@ class Device:
         is_final: bool = True,
         variant: Variant = PLAIN,
     ) -> Any:
-        """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
-        outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
-        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
-        same ids next, from the same state. variant: the row's.
+        """Prefills ids into these pages of the row in a slot. Returns the outputs of the last id, for
+        `sample_first`.
+
+        Args:
+            start: the position of the first id.
+            longest: the number of tokens of its prompt and answer.
+            is_full: True: the program of a full chunk runs, otherwise the program of a page.
+            is_final: False: `prefill_with_logprobs` prefills the same ids next, from the same state.
+            variant: the variant of the row.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
@@ -172,8 +180,8 @@ class Device:
         targets: Sequence[int],
         variant: Variant = PLAIN,
     ) -> Any:
-        """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
-        are `targets`; no processor is applied.
+        """Prefills at most a page, as `prefill` does. Returns `Alternatives` of the tokens after the ids,
+        which are `targets`. No processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
@@ -217,9 +225,12 @@ class Device:
         recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
-        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
-        variants: of the slots that have one.
+        ended, or one has. With draft tokens a step may append several tokens.
+
+        Args:
+            greedy, recorded: as in `sample_first`.
+            masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
+            variants: the variants of the slots that have one.
         """
         self._set_masks(masks_BQW)
         executor = self._decoder(greedy)
@@ -318,7 +329,7 @@ class Device:
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
-        """Puts what `get_row` returned into a slot. with_states: False: but for the recurrent states."""
+        """Puts the result of `get_row` into a slot. with_states: False: the recurrent states are left out."""
         row, states = contents
         self._put_row(slot, row)
         if with_states:
@@ -349,8 +360,9 @@ class Device:
         self.adapters.set(self._run, index, path, a, b, scale)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
-        """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
-        first one runs what a short greedy request needs. No program of the other role is among them.
+        """Returns calls that together run every program, by the names that `EngineCore` has for them, the
+        most likely first. The first call runs the programs of a short greedy request. No program of the other
+        role is among them.
         """
         stages: dict[str, Callable[[], Any]] = {"greedy": partial(self._run_short_request, True)}
         host_steps = self._executor().host_steps
@@ -495,7 +507,7 @@ class Device:
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
-        """The cache of the row in a slot that holds so many tokens."""
+        """Returns the cache of the row in a slot that holds `length` tokens."""
         caches = CacheArrays(self.pools, self._states_of(slot))
         lengths = *(np.array([count], np.int32) for count in (length, longest)), np.zeros(1, bool)
         tables = [self._block_table({0: pages}, 1)]
@@ -569,6 +581,6 @@ def _on_device(x: Any) -> Any:
 
 
 def _parts(pages: list[int]) -> list[np.ndarray]:
-    """Pages in groups of one size; page 0, which no row uses, fills the last group."""
+    """Returns pages in groups of one size. Page 0, which no row uses, fills the last group."""
     parts = [pages[at : at + COPIED_PAGES] for at in range(0, len(pages), COPIED_PAGES)]
     return [np.array(part + [0] * (COPIED_PAGES - len(part)), np.int32) for part in parts]

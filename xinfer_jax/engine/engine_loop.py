@@ -31,9 +31,9 @@ class EngineLoop(Engine):
     """An engine with a queue of requests.
 
     Attributes:
-        error: why it failed, or that it was closed; None while it can answer.
-        name: in messages.
-        counters: of its requests.
+        error: the reason why it failed, or that it was closed. None while it can answer.
+        name: the name in messages.
+        counters: counts of its requests.
     """
 
     core: Any  # `EngineCore` or `Dispatcher`
@@ -106,7 +106,7 @@ class EngineLoop(Engine):
 
     @property
     def adapters_in_use(self) -> set[HeldAdapter]:
-        """Those of unfinished requests."""
+        """The adapters of unfinished requests."""
         with self._condition:
             return {request.adapter for request in self._unfinished if request.adapter}
 
@@ -130,10 +130,10 @@ class EngineLoop(Engine):
                 self._condition.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds or the engine has failed; without a thread it takes steps meanwhile.
+        """Waits until a condition holds or the engine has failed. Without a thread it takes steps meanwhile.
 
         Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
+            TimeoutError: the condition does not hold after `timeout` seconds.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
 

@@ -34,9 +34,13 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         self.replace_all(pairs)
 
     def of_request(self, given: Any) -> Callers:
-        """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
-        name, None: the defaults; or pairs as `generate` takes them. Raises InputError for other names or
-        processors, or other arguments than the defaults are.
+        """Returns the `Callers` of one row before `start`, for `GenerateOptions.processors` of a request.
+
+        Args:
+            given: arguments by name, or pairs as `generate` takes them. None: the defaults.
+
+        Raises:
+            InputError: there are other names or processors, or arguments of another form than the defaults.
         """
         if is_sequence(given):
             given = self._by_name(given)
@@ -50,8 +54,9 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return Callers(tuple(states), None, processors, uses_BP=uses_1P)
 
     def _by_name(self, pairs: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name for pairs of a processor and the arguments of one row, as in `generate`.
-        Raises InputError for a processor that the engine does not hold, or another order than the engine's.
+        """Returns the arguments by name for pairs of a processor and the arguments of one row, as in
+        `generate`. Raises InputError for a processor that the engine does not hold, or for another order than
+        the engine's.
         """
         given: dict[str, Any] = {}
         for pair in pairs:
@@ -72,7 +77,9 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return given
 
     def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
-        """`Callers` of a row before `start`. leaves: of what `of_request` returned. (): it names none."""
+        """Returns the `Callers` of a row before `start`. leaves: the leaves of the result of `of_request`.
+        (): the row names none.
+        """
         none = self.of_request({})
         return jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
 
@@ -115,7 +122,9 @@ def _only_row(x: Any) -> Any:
 
 
 def repeated(x_1: Any, rows: int) -> Any:
-    """An array of one row, for so many rows; made on the host, where nothing is compiled."""
+    """Repeats an array of one row for this number of rows. It is made on the host, where nothing is
+    compiled.
+    """
     if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
         return np.repeat(x_1, rows, 0)
     data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)

@@ -1,4 +1,6 @@
-"""`HeldTable`: what an engine holds by name, and its requests name: adapters, logits processors, vectors."""
+"""`HeldTable`: the things that an engine holds by name, and that its requests name: adapters, logits
+processors, vectors.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -14,7 +16,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
     all or nothing of the change.
 
     Attributes:
-        noun: what one of them is called in messages.
+        noun: the word for one of them in messages.
     """
 
     noun: str

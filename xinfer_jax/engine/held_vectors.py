@@ -101,8 +101,8 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         return factors
 
     def of_rows(self, factors: Sequence[Sequence[float]], place: Any) -> tuple[Any, jax.Array]:
-        """`Extras.vectors` and `factor_BN` of rows with these factors. (): none. place: of arrays on the
-        devices. None: where programs run.
+        """Returns `Extras.vectors` and `factor_BN` of rows with these factors. (): none. place: the place of
+        arrays on the devices. None: the place where programs run.
         """
         if not self._placed:
             self._placed = tuple(jax.device_put(vector_ND, place) for vector_ND in self._vector_LND)

@@ -1,4 +1,6 @@
-"""`HostPages`: the contents of pages in host memory; of a model over several processes, this one's parts."""
+"""`HostPages`: the contents of pages in host memory. If a model is over several processes, each process has
+its parts.
+"""
 
 import math
 from collections.abc import Iterator
@@ -9,11 +11,11 @@ import numpy as np
 
 
 class HostPages:
-    """Pages in one block of host memory, which the system provides once they are written: numbers from 1 to
-    `pages`.
+    """Pages in one block of host memory, which the system provides once they are written. Their numbers are 1
+    to `pages`.
 
     A page is a row of the block: its keys and values of all layers, one array after another, each as the
-    device has it in `pools`. Over several processes each has the parts of its own devices.
+    device has it in `pools`. Over several processes each has the parts of its devices.
     """
 
     def __init__(self, pages: int, pools: Any):

@@ -36,12 +36,12 @@ class FoundPrefix(NamedTuple):
 
 
 class HostTier:
-    """Pages in host memory, so many: the least recently used one is evicted. A page has the bits that its
-    hash stands for, so the same page may be on the device as well.
+    """A limited number of pages in host memory. The least recently used page is evicted. A page has the bits
+    that its hash stands for, so the same page may be on the device as well.
 
     Attributes:
-        pool: of these pages. "Used" are those that a row still has to load, that are read from a file, and
-            that are written to one.
+        pool: the pool of these pages. "Used" pages are the ones that a row still has to load, that are read
+            from a file, and that are written to a file.
         files: `PageFiles`, or another set of the hashes of pages that are in files.
     """
 
@@ -96,7 +96,7 @@ class HostTier:
         return ReadPages(row, found.names[:count], found.hashes[:count], host_pages, self.epoch)
 
     def record_read(self, read: ReadPages, count: int) -> None:
-        """The first `count` pages were read; the others could not be."""
+        """Records that the first `count` pages were read. The other pages could not be read."""
         if read.epoch == self.epoch:
             for page, page_hash in zip(read.host_pages[:count], read.hashes, strict=False):
                 self.pool.cache(page, page_hash)

@@ -58,7 +58,7 @@ class Pacing:
         return steps, until_one_ends
 
     def record_decode(self, seconds: float, steps: int) -> None:
-        """A call of so many decode steps took so long."""
+        """Records that a call of `steps` decode steps took this number of seconds."""
         self.step_seconds = seconds / max(1, steps)
 
     def _affordable_steps(self, others: bool, live: bool) -> int:

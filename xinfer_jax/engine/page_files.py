@@ -1,6 +1,6 @@
 """`PageFiles`: pages of the prefix cache in files, which later runs find. Threads read and write them.
 
-A file has one page. Its name is a digest of everything that the bits of the page depend on; its content is a
+A file has one page. Its name is a digest of everything on which the bits of the page depend. Its content is a
 line that names the format, an HMAC over name and page, and the page's bytes.
 """
 
@@ -41,12 +41,13 @@ class PageFiles:
     """The pages of one directory, as a set of the hashes whose pages are in it.
 
     The directory belongs to the user, with mode 0700. It has a secret, with which files are authenticated and
-    salts are hashed. Of all files, also those of other models, the least recently used beyond `max_bytes` are
-    deleted. Raises InputError for a directory that is not the user's own, or cannot be used.
+    salts are hashed. If all files, also the files of other models, have more than `max_bytes`, the least
+    recently used ones are deleted. Raises InputError for a directory that is not the user's own, or cannot be
+    used.
 
     Attributes:
         finished: a call for each read and write that ended, for the engine's thread.
-        num_writing: pages that are being written.
+        num_writing: the number of pages that are being written.
     """
 
     def __init__(self, directory: str | PathLike[str], max_bytes: int):
@@ -136,7 +137,7 @@ class PageFiles:
         return hashlib.sha256(self._identity + page_hash).hexdigest() + _SUFFIX
 
     def _read(self, name: str, page: np.ndarray) -> bool:
-        """Reads a page; a file that is not as it was written is forgotten."""
+        """Reads a page. A file whose content has changed since it was written is forgotten."""
         path = self._directory / name
         try:
             with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

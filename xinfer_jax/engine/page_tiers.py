@@ -82,7 +82,7 @@ class PageTiers:
         self._files.identify(**settings)
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of a row's pages for that of its request."""
+        """Returns the salt of a row's pages for the salt of its request."""
         return self._files.salt(salt) if self._files else salt
 
     def close(self, writes: bool) -> None:

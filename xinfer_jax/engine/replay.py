@@ -1,8 +1,9 @@
-"""`Engine.replay`: an answer is computed again by the same programs in the same order, with its own tokens
-where the engine sampled them, and with the parameters and keys that it had.
+"""`Engine.replay`: an answer is computed again by the same programs in the same order, with the tokens that
+the engine sampled, and with the parameters and keys that it had.
 
-The chunks of a prompt follow from its length, and a row's bits depend on no other row. So what an answer
-keeps of its past is where its parameters were replaced, and whether its keys were computed anew (`Switch`).
+The chunks of a prompt follow from its length, and a row's bits depend on no other row. So an answer keeps of
+its past only the points at which its parameters were replaced, and whether its keys were computed again
+(`Switch`).
 """
 
 import dataclasses
@@ -142,7 +143,7 @@ class _Replay:
         row.restart([*self._answer.request.ids, *self._ids[: max(0, len(self._logprobs) - 1)]])
 
     def _prefill(self, end: float) -> None:
-        """Prefills the row up to this token; after the prompt it has its first token."""
+        """Prefills the row up to this token. After the prompt it has its first token."""
         row = self._row
         while row.num_computed < min(len(row.ids), end):
             chunk = self._core.scheduler.next_chunk(row)

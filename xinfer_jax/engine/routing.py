@@ -36,8 +36,9 @@ class PromptRouter:
         self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
-        """The engine for a row: that with the lowest order of itself and the pages of the prompt that it was
-        given before; then the one that got no request for the longest time.
+        """Returns the engine for a row: the engine with the lowest `order` of itself and the pages of the
+        prompt that it was given before. Between equal engines it is the one that got no request for the
+        longest time.
         """
         full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
         hashes = hash_pages(row.page_salt, row.ids, [0] * full_pages) if self._prefix_cache else []
@@ -75,7 +76,7 @@ def create_engines(
 
     Args:
         create: makes an engine of a model and one of the options in `each`.
-        remedy: the end of the error where the memory of a CPU is too small.
+        remedy: the end of the error that is raised if the memory of a CPU is too small.
     """
     if groups[0][0].platform == "cpu":  # all engines share one memory
         weights = len(groups) * tree_bytes(model.params)

@@ -116,12 +116,16 @@ class Row:
         self.salt = salt_of(self.salt)
 
     def record_elsewhere(self, computed: int, hits: int) -> None:
-        """Another engine computed the keys of so many tokens, and found those of `hits` tokens."""
+        """Records that another engine computed the keys of `computed` tokens, and found the keys of `hits`
+        tokens in its cache.
+        """
         self.num_computed = computed
         self.hits = hits
 
     def restart(self, ids: Sequence[int]) -> None:
-        """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
+        """Records that the keys of these tokens have to be computed: tokens of its prompt, and tokens that it
+        has sampled.
+        """
         if self.is_prefilled:
             self.logprobs_from = None  # they are known
         self.max_tokens -= len(ids) - len(self.ids)
@@ -141,7 +145,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
-        """Its order among the rows of its client; the lowest goes first."""
+        """Its order among the rows of its client. The lowest goes first."""
         if self.overtaken >= clients.STARVATION_LIMIT:
             return False, 0, 0, self.arrival
         return True, -self.priority, self.answer_group, self.arrival
@@ -195,8 +199,8 @@ class LoadPages(NamedTuple):
 
 
 class ReadPages(NamedTuple):
-    """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits;
-    `Scheduler.stop_waiting_for_files` ends that early.
+    """An action: begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row
+    waits. `Scheduler.stop_waiting_for_files` ends the wait early.
     """
 
     row: Row

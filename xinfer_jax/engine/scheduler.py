@@ -27,29 +27,29 @@ class Scheduler:
     slots are preempted first, also to give a slot to a client with less than its share.
 
     Time slices: while a client without a slot waits, the row that has had its slot for the longest time is
-    preempted: after one time slice for a new row, and after as many time slices as there are slots for a row
-    that was preempted before. So a new client waits for a time slice or less, and if all answers are long,
-    about one row in each time slice is swapped out and in. No row is preempted for this while the rows that
-    are swapped out fill as many pages as the device has.
+    preempted. A new row is preempted after one time slice. A row that was preempted before is preempted after
+    as many time slices as there are slots. So a new client waits for a time slice or less, and if all answers
+    are long, about one row in each time slice is swapped out and in. No row is preempted for this while the
+    rows that are swapped out fill as many pages as the device has.
 
-    Prefill: of a prompt of n tokens the first (n - 1) // chunk * chunk are prefilled in full chunks, the rest
-    page by page. So n alone decides which program computes a token. The prefix cache reuses whole chunks, but
-    never the last.
+    Prefill: if a prompt has n tokens, the first (n - 1) // chunk * chunk are prefilled in full chunks, and
+    the rest page by page. So n alone decides which program computes a token. The prefix cache reuses whole
+    chunks, but never the last.
 
-    Host tier: pages that the prefix cache evicts are saved in host memory. A row loads those of its prompt, a
-    few in an action, where it would prefill them. They count as prefilled ones: no row is preempted for them
-    that would not be for a prompt. A row whose next pages are in files waits until they are in host memory,
-    apart from the waiting rows, of which others go on.
+    Host tier: pages that the prefix cache evicts are saved in host memory. A row loads the pages of its
+    prompt, a few in an action, when it would prefill them. They count as prefilled: rows are preempted for
+    them only as they are for a prompt. A row whose next pages are in files waits until they are in host
+    memory. It does not wait in the queue, so other waiting rows continue.
 
     Args:
-        rows: number of slots.
-        pages: of the pool, page 0 included.
-        capacity: tokens of a row at most.
-        chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
-        prefix_cache: whether rows share pages.
+        rows: the number of slots.
+        pages: the number of pages of the pool, page 0 included.
+        capacity: the most tokens of a row.
+        chunk: the tokens of a full chunk, a multiple of `PAGE_SIZE`.
+        prefix_cache: True: rows share pages.
         host: the prefix cache beyond the device.
-        snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
-            chunks, and cached pages are reused only up to one.
+        snapshots: snapshots of recurrent states, if the model has these. They are taken at the end of some
+            full chunks, and cached pages are reused only up to one.
         time_slice: seconds. 0: there are no time slices.
     """
 
@@ -172,7 +172,7 @@ class Scheduler:
             self.clients.add(row)
 
     def reserve_pages(self, steps: int) -> list[Action]:
-        """Allocates pages for the next decode steps of running rows; rows for which none are left are
+        """Allocates pages for the next decode steps of running rows. If no page is left for a row, the row is
         preempted.
         """
         actions: list[Action] = []
@@ -185,14 +185,16 @@ class Scheduler:
         return actions
 
     def record_decode(self, row: Row, tokens: int) -> None:
-        """The row sampled so many tokens. As many keys were written, from the token sampled before on."""
+        """Records that the row sampled `tokens` tokens. The same number of keys was written, from the token
+        sampled before on.
+        """
         row.num_computed += tokens
         self.clients.count_tokens(row, decoded=tokens)
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
-        """Frees the slot and the pages of a row in any state; a second call changes nothing. answer_ids: the
-        tokens that it sampled, to cache their pages. valid: False if its numbers were not finite: none of its
-        pages is found again.
+        """Frees the slot and the pages of a row in any state. A second call changes nothing. answer_ids: the
+        tokens that it sampled, so that their pages are cached. valid: False if its numbers were not finite:
+        none of its pages is found again.
         """
         if row.ended:
             return
@@ -212,7 +214,7 @@ class Scheduler:
         row.moving = moving
 
     def withdraw(self, row: Row) -> None:
-        """Takes back a row in any state, with its slot and its pages; it may be submitted again."""
+        """Takes back a row in any state, with its slot and its pages. It may be submitted again."""
         self.prefixes.release_host_pages(row)
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]
@@ -235,7 +237,7 @@ class Scheduler:
         return self.prefix_cache and not row.factors
 
     def lend_pages(self, row: Row, tokens: int) -> list[Action]:
-        """Gives pages for so many tokens to a row that needs no slot, and preempts rows for them."""
+        """Gives pages for this number of tokens to a row that needs no slot, and preempts rows for them."""
         actions: list[Action] = []
         self._allocate(row, tokens, actions)
         return actions
@@ -243,10 +245,16 @@ class Scheduler:
     def cache_pages_of_answer(
         self, salt: bytes, ids: Sequence[int], first: int
     ) -> tuple[list[Action], list[int]]:
-        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
-        ids: the tokens from the first of the prompt on, in full pages, of which those from `first` on are
-        new. Returns actions, and the pages, to be written after them before the next program; [] without
-        enough pages.
+        """Caches pages for keys that another engine decoded, which prompts with `share_answers` find from now
+        on.
+
+        Args:
+            ids: the tokens from the first token of the prompt on, in full pages. The tokens from `first` on
+                are new.
+
+        Returns:
+            Actions, and the pages. Write the pages after the actions and before the next program. [] if there
+                are not enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
@@ -267,7 +275,9 @@ class Scheduler:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
     def forget_prompt(self, row: Row) -> None:
-        """Its adapter is replaced: it finds pages anew, or continues with its own, which are not shared."""
+        """Records that the row's adapter is replaced: the row searches for pages again, or continues with its
+        own pages, which are not shared.
+        """
         self.prefixes.release_host_pages(row)
         row.page_hashes = row.token_hashes = ()
         row.cacheable &= row.state == "waiting" and not row.is_swapped_out
@@ -425,8 +435,8 @@ class Scheduler:
         return PrefillChunk(row, start, count, is_full, start + count == end, width)
 
     def _allocate(self, row: Row, tokens: int, actions: list[Action]) -> bool:
-        """Gives a row pages for so many tokens, and preempts younger rows for them; False if older rows have
-        all others.
+        """Gives a row pages for this number of tokens, and preempts younger rows for them. Returns False if
+        older rows have all other pages.
         """
         missing = num_pages_for(tokens) - len(row.pages)
         while self.pool.num_available < missing:
@@ -439,13 +449,13 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, actions: list[Action]) -> list[int]:
-        """Pages that are available; those evicted for them are saved."""
+        """Returns pages that are available. The pages evicted for them are saved."""
         if self.host and (short := count - len(self.pool.free)) > 0:
             actions += self.host.save(self.pool.evict(max(short, COPIED_PAGES)))
         return self.pool.allocate(count)
 
     def _preempt(self, row: Row) -> Swap:
-        """Frees a row's slot and pages, and queues it; the swap saves them first."""
+        """Frees a row's slot and pages, and queues it. The swap saves them first."""
         swap = self.swap(row, True)
         self._free(row)
         self.clients.add(row, preempted=True)

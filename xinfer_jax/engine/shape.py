@@ -101,8 +101,8 @@ class EngineShape(EngineOptions):
 
 
 def check_options(model: Model, options: EngineOptions) -> EngineOptions:
-    """Returns the options with plain numbers; without a prefix cache if the engine only decodes: a prefix is
-    found where prompts are prefilled. Raises InputError for values that no engine can have.
+    """Returns the options with plain numbers. If the engine only decodes, they have no prefix cache: a prefix
+    is found by the engine that prefills prompts. Raises InputError for values that no engine can have.
     """
     checked: Any = {}
     for field in dataclasses.fields(options):
@@ -241,8 +241,8 @@ def _adapter_bytes(model: Model, rank: Any) -> int:
 
 
 def _default_pages(shape: EngineShape, model: Model) -> int:
-    """Half of the memory that the other parts of the plan leave; at least what one row fills, at most twice
-    what all fill. shape: without pages.
+    """Returns half of the memory that the other parts of the plan leave. It is at least enough for one row,
+    and at most twice the size of all rows. shape: the shape without pages.
     """
     plan = shape.memory_plan(model.params, model.config)
     devices = model.params["final_norm"].sharding.addressable_devices

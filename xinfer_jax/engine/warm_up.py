@@ -51,7 +51,9 @@ class WarmUp:
             self.is_waiting = False
 
     def is_ready(self, stages: frozenset[str]) -> bool:
-        """Returns whether these stages are compiled. Those that are not begin now, beside what compiles."""
+        """Returns True if these stages are compiled. If some are not, they begin now, in addition to the
+        stages that compile already.
+        """
         needed = stages & self._left.keys()
         for name in needed:
             self._begin(name)
@@ -96,7 +98,9 @@ class WarmUp:
             self._left = {other: stage for other, stage in self._left.items() if other != name}
 
     def finish(self) -> None:
-        """No call waits any more: what is not compiled compiles when it runs."""
+        """Ends the waiting: from now on no call waits, and a program that is not compiled compiles when it
+        runs.
+        """
         self._left = {}
         self.complete = True
 
@@ -105,7 +109,7 @@ class WarmUp:
         self._stopped.set()
 
     def _next_stage(self, is_busy: Callable[[], bool]) -> str | None:
-        """Returns the next stage that has not begun, after waiting for an idle engine; None at the end."""
+        """Returns the next stage that has not begun, after waiting for an idle engine, or None at the end."""
         began = idle_since = time.monotonic()
         while threading.main_thread().is_alive() and not self._stopped.is_set():
             rest = [name for name in self._left if name not in self._begun]

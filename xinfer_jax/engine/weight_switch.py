@@ -8,12 +8,12 @@ from .row import HeldAdapter
 
 
 class WeightSwitch:
-    """Replaces the parameters of a core, and says what becomes of unfinished answers.
+    """Replaces the parameters of a core, and decides the fate of unfinished answers.
 
     Attributes:
-        version: of the parameters.
-        recomputes: of the parameters, by None, and of adapters: whether rows computed their keys anew after
-            the last switch.
+        version: the version of the parameters.
+        recomputes: True for the parameters (key None) or an adapter, if rows computed their keys again after
+            its last switch.
     """
 
     def __init__(self, core: Any, adapter_paths: Sequence[str]):
@@ -31,8 +31,9 @@ class WeightSwitch:
 
         Args:
             contents: the parameters, or (a, b, scale) of each matrix of the adapter.
-            version: of these.
-            recomputes: rows compute their keys anew, otherwise they go on with those that they have.
+            version: the version of the contents.
+            recomputes: True: rows compute their keys again. False: they continue with the keys that they
+                have.
         """
         self._core.sample_firsts()
         self.recomputes[adapter] = recomputes

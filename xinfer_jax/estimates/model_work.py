@@ -20,16 +20,17 @@ class Work(NamedTuple):
 
 
 def bytes_per_pass(params: Params) -> int:
-    """Weight bytes that every forward pass reads. A tied embedding matrix counts, because it is also the
-    head; of an untied one, and of one for the inputs of layers, a pass reads only a few rows.
+    """Returns the weight bytes that every forward pass reads. A tied embedding matrix counts, because it is
+    also the head. If the embedding is untied, a pass reads only a few rows of it. The same holds for an
+    embedding of the inputs of layers.
     """
     rows_only = [params.get("layer_embed"), params["embed"] if "lm_head" in params else None]
     return tree_bytes(params) - tree_bytes(rows_only)
 
 
 def prefill_work(config: ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
-    """Work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for the last
-    position) FLOP; reads the weights once.
+    """Returns the work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for
+    the last position) FLOP. It reads the weights once.
     """
     pairs = [
         sum(int(np.minimum(np.arange(1, n + 1), mixer.window or n).sum()) for n in lengths)

@@ -102,7 +102,7 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
 
 
 def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
-    """Returns the leaves by their paths; they may be shapes. Errors as in `specs_and_leaves`."""
+    """Returns the leaves by their paths. They may be shapes. Errors are the same as in `specs_and_leaves`."""
     check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     leaves = {leaf_name(keys): leaf for keys, leaf in found}
@@ -117,9 +117,8 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
 def plan_tensors(
     specs: Iterable[FileSpec], leaves: Iterable[Any], like: Mapping[str, Any] | None = None
 ) -> dict[str, TensorOfLeaves]:
-    """Returns the tensors that hold these leaves, by name.
-
-    like: tensors of a checkpoint; leaves are joined, or not, as there. None: as in published files.
+    """Returns the tensors that hold these leaves, by name. like: tensors of a checkpoint. Leaves are joined,
+    or not, as they are there. None: as in published files.
     """
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}

@@ -1,4 +1,4 @@
-"""`Family`: what a family's file says, and the names of tensors in a Hugging Face checkpoint."""
+"""`Family`: the content of a family's file, and the names of tensors in a Hugging Face checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping

@@ -1,5 +1,5 @@
-"""Gemma: scaled embeddings, and norms whose weights are offset by 1. Gemma 2 and 3 have norms after attention
-and MLP too; soft caps, or norms of heads and two rotary embeddings.
+"""Gemma: scaled embeddings, and norms whose weights are offset by 1. Gemma 2 and 3 also have norms after
+attention and MLP. Gemma 2 has soft caps, and Gemma 3 has norms of heads and two rotary embeddings.
 """
 
 import math

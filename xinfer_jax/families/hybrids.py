@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5: layers of linear attention (Gated DeltaNet), or of full attention with an output
-gate. Of linear attention Qwen3-Next has two tensors of projections, by key head; Qwen3.5 has more, apart.
+gate. For linear attention Qwen3-Next has two tensors of projections, by key head. Qwen3.5 has more, separate
+tensors.
 """
 
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
-    """Experts in every layer; their weights always sum to 1."""
+    """Reads a model with experts in every layer. Their weights always sum to 1."""
     fields = read_hybrid(hf, layers)
     return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, read_shared_experts(hf)))
 

@@ -70,9 +70,8 @@ def period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, .
 
 
 def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Returns each layer's window from `use_sliding_window`, `sliding_window` and `layer_types`.
-
-    slides: which layers have a window where config.json has no `layer_types`.
+    """Returns each layer's window from `use_sliding_window`, `sliding_window` and `layer_types`. slides: the
+    layers that have a window if config.json has no `layer_types`.
     """
     slides_at_all = get_boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
     window = get_integer(hf, "sliding_window") if slides_at_all else None

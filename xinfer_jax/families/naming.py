@@ -1,4 +1,4 @@
-"""`FileSpec`: where a parameter is in a Hugging Face checkpoint, from the names of its family."""
+"""`FileSpec`: the place of a parameter in a Hugging Face checkpoint, from the names of its family."""
 
 import dataclasses
 import math
@@ -106,7 +106,9 @@ def file_specs(config: ModelConfig) -> Params:
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: as in `Family`. prefix: of a layer's tensors."""
+    """Returns `file_specs` by other names. mixer_names: as in `Family`. prefix: the prefix of a layer's
+    tensors.
+    """
     tree = param_specs(config)
     layers = []
     for i, layer in enumerate(tree["layers"]):
@@ -133,8 +135,9 @@ def _named(
     joined: list[tuple[Joined, Any]],
     config: ModelConfig,
 ) -> Params:
-    """The specs of a layer, or of what is in none, with their places in the files. joined: tensors, each with
-    what has the field that `Joined.groups` names, if not the config.
+    """Returns the specs of a layer, or of the parameters outside of layers, with their places in the files.
+    joined: tensors, each with the object that has the field that `Joined.groups` names, if it is not the
+    config.
     """
     flat = {leaf_name(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
 

@@ -74,7 +74,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _not_causal(layer: LayerSpec) -> LayerSpec:
-    """The layer where `is_causal` is false: its attention, if it has one, sees later tokens too."""
+    """Returns the layer for `is_causal` false: its attention, if it has one, sees later tokens too."""
     attention = layer.attention
     if attention is None or attention.ahead:
         return layer

@@ -42,13 +42,15 @@ def text_name(name: str) -> str | None:
 
 
 def full_name(own: str, other: str) -> str:
-    """The name that the text model's own name has beside another one of the same checkpoint."""
+    """Returns the name that corresponds to the text model's own name, made from another name in the same
+    checkpoint.
+    """
     prefix = find_prefix(other)
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
 
 
 def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Returns those of the names within the text model that a checkpoint may have and that change nothing."""
+    """Returns the names within the text model that a checkpoint may have and that change nothing."""
     unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     return unused | load("family", config.model_type).unused(config, names)

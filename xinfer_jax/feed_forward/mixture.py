@@ -64,8 +64,8 @@ class Mixture(FeedForward):
         run_config: RunConfig,
         given_BTU: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        """x after its norm; the factor of the shared expert for each feature, None without one; and the
-        weights and experts of each token.
+        """Returns x after its norm, the factor of the shared expert for each feature (None without one), and
+        the weights and experts of each token.
         """
         leaves: Params = {name: params[name] for name in ("router", "shared_gate") if name in params}
         if before is not None:

@@ -1,4 +1,4 @@
-"""`Router`: what chooses the experts of each token; and the softmax router."""
+"""`Router`, which chooses the experts of each token, and the softmax router."""
 
 import dataclasses
 from typing import Any
@@ -32,12 +32,12 @@ class Router:
     def choose(
         self, params: Params, x_BTD: jax.Array, given_BTU: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
+        """Returns the weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
 
         Args:
             params: the tree "router" of the layer.
             x_BTD: its input.
-            given_BTU: experts in place of those with the best scores; a token with -1 has the best.
+            given_BTU: experts in place of the experts with the best scores. A token with -1 has the best.
         """
         raise NotImplementedError
 

@@ -147,7 +147,7 @@ class AwqGptqFormat(MatrixFormat):
         return group_of_inputs(name, tensors[field], J)
 
     def _read_inputs(self, words: StoredTensor) -> Read:
-        """Reads X.qweight of GPTQ, where a word holds neighbouring inputs."""
+        """Reads X.qweight of GPTQ, in which a word holds neighbouring inputs."""
         per_word = 32 // self.bits
 
         def read(rows: slice, columns: slice) -> np.ndarray:

@@ -30,7 +30,7 @@ _AUTO_ROUND = dict(bits=4, group_size=128, sym=True, data_type="int", act_bits=N
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqByModule(AwqGptqFormat):
-    """A format of which some modules have other bits, groups or zeros; it reads the settings of all."""
+    """A format in which some modules have other bits, groups or zeros. It reads the settings of all."""
 
     methods = ("awq", "gptq", "auto-round")
     files = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ

@@ -1,6 +1,6 @@
 """Ternary matrices of BitNet b1.58 checkpoints (Ma et al. 2024).
 
-X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is the scale.
+X.weight is float numbers, or four outputs packed in a byte. X.weight_scale is the scale.
 """
 
 import dataclasses
@@ -108,7 +108,9 @@ class BitNetFormat(QuantizedFormat):
         return tensors
 
     def _stored_scale(self, scale_O: np.ndarray, dtype: Any) -> np.ndarray | None:
-        """X.weight_scale, [1]: of this dtype or float32, where `load` makes exactly these scales of it."""
+        """Returns X.weight_scale, [1]. It has this dtype if `load` makes exactly these scales of it,
+        otherwise float32.
+        """
         scale = scale_O[:1]
         one = np.float32(1)
         with np.errstate(all="ignore"):

@@ -1,7 +1,7 @@
 """Files of compressed-tensors (llm-compressor): config.json says which modules are quantized in which way.
 
-X.weight is stored as X.weight_packed, or under its own name in a narrower type. X.weight_scale is its scale,
-beside it may be X.weight_zero_point, X.weight_g_idx, X.weight_global_scale and X.weight_shape.
+X.weight is stored as X.weight_packed, or under its own name in a narrower type. X.weight_scale is its scale.
+There may also be X.weight_zero_point, X.weight_g_idx, X.weight_global_scale and X.weight_shape.
 """
 
 import dataclasses
@@ -237,8 +237,8 @@ def _divide(divisor: StoredTensor, scales: np.ndarray) -> np.ndarray:
 
 
 def _read_zeros(stored: Any, shape: tuple[int, int], packed: np.ndarray | None) -> Read:
-    """Returns a reader of zero points. packed: their numbers by byte, where words hold those of neighbouring
-    outputs. None: they are int8.
+    """Returns a reader of zero points. packed: the number of zero points in a byte, if words hold the zero
+    points of neighbouring outputs. None: they are int8.
     """
     if packed is None:
         return lambda rows, columns: dataclasses.replace(stored, shape=shape)[rows][:, columns]

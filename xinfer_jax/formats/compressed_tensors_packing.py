@@ -22,9 +22,9 @@ def packed_tensors(
 
     Args:
         name: X.weight.
-        leaf: the matrix, or those of experts; a `PaddedWeight` may hold it.
-        expert: which of them. None: there is one.
-        dtype: of scales.
+        leaf: the matrix, or the matrices of experts. A `PaddedWeight` may hold it.
+        expert: the number of the expert. None: there is one matrix.
+        dtype: the dtype of scales.
         check: gets the zero points of a symmetric matrix, which are not written. None: it is not symmetric.
     """
     (outputs, inputs) = leaf.shape[-2:]

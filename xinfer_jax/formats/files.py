@@ -39,7 +39,7 @@ def file_exists(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str | None:
-    """The text of a small file; None where it does not exist. Raises InputError."""
+    """Returns the text of a small file, or None if it does not exist. Raises InputError."""
     if not file_exists(file):
         return None
     try:
@@ -51,7 +51,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where the file does not exist. Raises InputError."""
+    """Returns the object in a JSON file, or None if the file does not exist. Raises InputError."""
     text = read_text(file)
     if text is None:
         return None

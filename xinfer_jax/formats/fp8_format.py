@@ -1,6 +1,6 @@
 """Matrices in FP8: numbers of 8 bits with a scale for each block, output, or matrix.
 
-X.weight, or X of all experts, has a type of 8 bits; the scale is X.weight_scale_inv, or X.weight_scale.
+X.weight, or X of all experts, has a type of 8 bits. The scale is X.weight_scale_inv, or X.weight_scale.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _scale_name(name: str, tensors: Tensors) -> str:
 def float8_tensor(
     name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
 ) -> ScaledTensor:
-    """Returns a matrix, or those of experts, in FP8. layout: as in `scaled_numbers`."""
+    """Returns a matrix, or the matrices of experts, in FP8. layout: as in `scaled_numbers`."""
     kept = _kept_form if stored.type == "F8_E4M3" else None
     read = read_bytes(stored, _TABLES[stored.type])
     numbers = scaled_numbers(name, shape, read, scale, layout, kept=kept, stored=(stored,))
@@ -106,7 +106,9 @@ def float8_tensor(
 def _kept_form(
     shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
 ) -> KeptForm | None:
-    """The form of matrices with a scale for blocks that are those of the leaf, or for each output."""
+    """Returns the form of matrices with a scale for each output, or for blocks that are the blocks of the
+    leaf.
+    """
     if asked != Fp8Format.kept_as:
         return None
 

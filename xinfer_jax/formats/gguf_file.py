@@ -1,7 +1,7 @@
 """Reads GGUF files: their metadata, and rows of their tensors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` dequantizes; its
-own reader maps whole files, and takes many seconds for a large vocabulary.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` dequantizes. Its own
+reader maps whole files, and takes many seconds for a large vocabulary.
 """
 
 import dataclasses
@@ -182,7 +182,7 @@ class _Cursor:
         self.items = 0  # of arrays so far
 
     def check_count(self, what: str, count: int, most: int) -> None:
-        """Raises InputError: reading so many would take long."""
+        """Raises InputError if reading this number of values would take long."""
         if count > most:
             raise InputError(f"{self.path} has {count} {what}, the limit is {most}: fetch it again")
 

@@ -75,7 +75,7 @@ def _fill(kind: _Kind, leaf: Any, part: GgufTensor, first: int, at: slice) -> No
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:
-    """16 bytes of 32 numbers of 4 bits: first those in the low halves."""
+    """Returns the 32 numbers of 4 bits in 16 bytes: first the numbers in the low halves."""
     return np.concatenate([blocks & 15, blocks >> 4], axis=-1)
 
 
@@ -91,14 +91,16 @@ def _five_bits(blocks: np.ndarray) -> np.ndarray:
 
 
 def _shifted(blocks: np.ndarray, size: int, bits: int) -> np.ndarray:
-    """Numbers of so many bits in runs of `size` bytes: those in the lowest bits of a run, then the next."""
+    """Returns numbers of `bits` bits in runs of `size` bytes: the numbers in the lowest bits of a run, then
+    the next.
+    """
     runs = blocks.reshape(*blocks.shape[:-1], -1, 1, size)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (runs >> shifts & np.uint8(2**bits - 1)).reshape(*blocks.shape[:-1], -1)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and offsets of Q4_K and Q5_K, [..., 8]: 12 bytes have those of 6 bits."""
+    """Returns scales and offsets of Q4_K and Q5_K, [..., 8]: 12 bytes have numbers of 6 bits."""
     low, mins, high = np.split(blocks[..., 4:16], 3, axis=-1)
     scale = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     least = np.concatenate([mins & 63, high >> 4 | mins >> 6 << 4], axis=-1)

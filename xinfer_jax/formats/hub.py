@@ -160,8 +160,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name owner/name or owner/name@revision is downloaded from the Hugging
-    Face hub. Raises InputError.
+    """Returns the directory of a checkpoint. If the argument is owner/name or owner/name@revision, it is
+    downloaded from the Hugging Face hub. Raises InputError.
     """
     return resolve_directory(path_or_repo_id, download_model, "model")
 
@@ -175,11 +175,11 @@ def resolve_directory(
         path_or_repo_id: a directory, owner/name or owner/name@revision.
         download: `download_model` or `download_adapter`.
         noun: "model" or "adapter", for errors.
-        hub: how it is found on the hub.
+        hub: options that say how it is found on the hub.
 
     Raises:
-        InputError: it is neither a directory nor a hub name, or it cannot be downloaded; a directory and a
-            revision; two revisions that differ.
+        InputError: it is neither a directory nor a hub name, or it cannot be downloaded. Or there are a
+            directory and a revision, or two revisions that differ.
     """
     hub.check()
     name = str(path_or_repo_id)

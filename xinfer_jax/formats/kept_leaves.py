@@ -1,8 +1,8 @@
-"""Quantized matrices of a file that stay as they are stored, to the bit; those of whole numbers are here.
+"""Quantized matrices of a file that stay as they are stored, to the bit. The kinds of whole numbers are here.
 
 A format's file says how its matrices stay, as `ScaledNumbers.kept`. In int8 with a scale for each output,
-activations keep 15 bits on a CPU. As one group of inputs they stay floats there, at 1.3 times the time of a
-row; GPUs and TPUs have kernels for the former alone.
+activations keep 15 bits on a CPU. As one group of inputs they stay floats there, and a row takes 1.3 times as
+long. GPUs and TPUs have kernels for the former alone.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _BLOCK = 1 << 21  # bytes that a core handles at a time: AWQ and GPTQ store outp
 
 
 class KeptForm(NamedTuple):
-    """The form of a leaf whose numbers are those of the file.
+    """The form of a leaf whose numbers are the numbers of the file.
 
     Attributes:
         struct: returns the shapes and types of a leaf of this shape: the matrix, experts or a part of them.
@@ -86,7 +86,9 @@ def _int8_struct(shape: Shape) -> Int8Weight:
 
 
 def groups_struct(bits: int, J: int, scale: Any, has_order: bool, has_offsets: bool, shape: Shape) -> Any:
-    """The shapes and types of a `GroupedWeight`, or of those of experts; as of `grouped_struct`."""
+    """Returns the shapes and types of a `GroupedWeight`, or of the matrices of experts. Arguments are the
+    same as in `grouped_struct`.
+    """
     (*experts, outputs, inputs) = shape
     leaf = grouped_struct((outputs, inputs), bits, J, scale, has_order)
     if has_offsets:

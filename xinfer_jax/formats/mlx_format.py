@@ -1,6 +1,6 @@
 """Matrices of MLX checkpoints: numbers of 2 to 8 bits, with a scale and an offset for each group of inputs.
 
-X.weight has words of 32 bits along its inputs, lowest bits first; X.scales and X.biases are [O, Q].
+X.weight has words of 32 bits along its inputs, lowest bits first. X.scales and X.biases are [O, Q].
 """
 
 import dataclasses

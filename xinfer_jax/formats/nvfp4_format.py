@@ -69,7 +69,9 @@ def number_spec(name: str, tensors: Tensors) -> dict[str, TensorSpec]:
 
 
 def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
-    """The tensors of a matrix in NVFP4: packed numbers, and scales of groups; there is one of all beside."""
+    """Returns the tensors of a matrix in NVFP4: packed numbers, and scales of groups. The scale of all is
+    separate.
+    """
     (outputs, inputs) = shape
     check_groups(name, inputs, _GROUP)
     scales = (outputs, inputs // _GROUP)
@@ -79,7 +81,7 @@ def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
 def nvfp4_tensor(
     name: str, shape: Shape, values: StoredTensor, scales: StoredTensor, finish: Callable
 ) -> ScaledTensor:
-    """Returns the tensor of a matrix in NVFP4. finish: applies the scale of all to those of groups."""
+    """Returns the tensor of a matrix in NVFP4. finish: applies the scale of all to the scales of groups."""
     (outputs, inputs) = shape
     read_scales = read_rows(scales, (outputs, inputs // _GROUP), finish)
     numbers = ScaledNumbers(name, (outputs, inputs), (1, _GROUP), read_bytes(values, PAIRS), read_scales)

@@ -55,7 +55,7 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
 
 
 def not_kept(asked: str, path: Path) -> InputError:
-    """The error where a checkpoint has no matrices that stay as quantize=`asked` says."""
+    """Returns the error for a checkpoint that has no matrices that stay as quantize=`asked` says."""
     return InputError(
         f"quantize={asked!r} keeps matrices in {KEPT_IF_ASKED[asked]}, without dequantize: {path} cannot be"
         " loaded so"
@@ -107,8 +107,8 @@ def stored_format(config: Any, path: Path, quantize: str | None, dequantize: boo
 def format_to_write(
     config: ModelConfig, specs: Sequence[FileSpec], leaves: Sequence[Any]
 ) -> tuple[StoredFormat | None, dict[str, Any]]:
-    """Returns the format for a model's quantized leaves, which is that of its checkpoint or else ours, and
-    the entry of config.json for it; None and {}: none is quantized. Raises InputError.
+    """Returns the format for a model's quantized leaves, and the entry of config.json for it. The format is
+    the one of its checkpoint, or else ours. Returns None and {} if no leaf is quantized. Raises InputError.
     """
     if not any(map(is_quantized, leaves)):
         return None, {}

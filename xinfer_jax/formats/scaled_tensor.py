@@ -134,9 +134,10 @@ class ScaledTensor(RowsAsTensor):
 
 
 class MatrixFormat(StoredFormat):
-    """A format whose matrices can be read as tensors of floats: it finds `ScaledNumbers` for each.
+    """A format whose matrices can be read as tensors of floats. It finds `ScaledNumbers` for each.
 
-    A matrix has the name that it has in a float checkpoint; `tensor_specs` are of those that `find` returns.
+    A matrix has the name that it has in a float checkpoint. `tensor_specs` are specs of the matrices that
+    `find` returns.
     """
 
     stays_quantized = True  # whether its matrices stay as they are stored, unless they are dequantized
@@ -148,11 +149,15 @@ class MatrixFormat(StoredFormat):
         return self
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
-        """The quantized matrices, and shapes of those of experts; zeros where only one layout is possible."""
+        """Returns the quantized matrices, and the shapes of the experts' matrices. Unknown sizes are zeros if
+        only one layout is possible.
+        """
         raise NotImplementedError
 
     def open(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """The tensor of floats of what has the checked `tensor_specs`: a `ScaledTensor`, or a kin of it."""
+        """Returns the tensor of floats of a matrix with the checked `tensor_specs`: a `ScaledTensor`, or a
+        similar class.
+        """
         raise NotImplementedError
 
     def with_matrices(self, tensors: Tensors) -> dict[str, Any]:
@@ -162,7 +167,7 @@ class MatrixFormat(StoredFormat):
 
 
 def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) -> dict[str, Shape]:
-    """Returns those of these shapes that belong to matrices of `with_matrices`. Vectors are left out."""
+    """Returns the shapes that belong to matrices of `with_matrices`. Vectors are left out."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
 
@@ -175,7 +180,7 @@ def is_quick_pattern(text: str) -> bool:
 
 
 def check_groups(name: str, inputs: int, J: int) -> None:
-    """Raises InputError if groups of J inputs do not divide those of a matrix."""
+    """Raises InputError if groups of J inputs do not divide the inputs of a matrix."""
     if inputs % J:
         raise InputError(f"{name} has {inputs} inputs, which groups of {J} do not divide")
 
@@ -204,7 +209,9 @@ def flat_bytes(stored: StoredTensor) -> StoredTensor:
 
 
 def read_rows(stored: StoredTensor, shape: tuple[int, int], finish: Callable | None = None) -> Read:
-    """Returns a reader of scales in this shape, float32. finish: gets those of the file and returns them."""
+    """Returns a reader of scales in this shape, float32. finish: gets the scales of the file and returns them
+    changed.
+    """
     flat = dataclasses.replace(stored, shape=shape)
 
     def read(rows: slice, columns: slice) -> np.ndarray:

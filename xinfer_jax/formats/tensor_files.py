@@ -74,9 +74,8 @@ def stored_tensor(tensor: StoredTensor) -> TensorToWrite:
 
 
 def write_whole(path: Path, write: Callable[[Path | None], None]) -> None:
-    """Writes a directory beside the path, and puts it in its place once it is whole.
-
-    write: gets the directory. None: in another process than the first, which takes part in gathering only.
+    """Writes a directory next to the path, and puts it in its place once it is whole. write: gets the
+    directory. None: another process than the first, which takes part in gathering only.
     """
     temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("saving", "old"))
     is_first = jax.process_index() == 0
@@ -117,9 +116,7 @@ def write_checkpoint(
 
     Args:
         tensors, settings: the weights and config.json.
-        files: contents of other files by name, or where they are copied from.
-        limit: most bytes of a file of weights.
-        directory: as in `write_whole`.
+        files: contents of other files by name, or paths from which they are copied.
     """
     shards = _shards(tensors, limit)
     total = sum(tensor.num_bytes for tensor in tensors.values())

@@ -29,9 +29,11 @@ class TemplateSplitter:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """Args:
-            template: of the checkpoint.
-            begun: what the prompt has of the message already.
+        """Makes a splitter of one answer.
+
+        Args:
+            template: the response template of the checkpoint.
+            begun: the part of the message that the prompt has already.
             parameters: the schema of each function that may be called. None: any function.
             most_calls: calls after this many are dropped. None: no limit.
             new_id: returns the id of a call from its index.
