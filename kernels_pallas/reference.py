@@ -107,7 +107,7 @@ def summarize_logits(
 
     Returns:
         The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups],
-            and the logsumexp of the logits as they are, float32 [B].
+        and the logsumexp of the logits as they are, float32 [B].
     """
     V = logits_BV.shape[1]
     x_BV = logits_BV if bias_BV is None else logits_BV + jnp.where(biased_B[:, None], bias_BV, 0)

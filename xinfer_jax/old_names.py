@@ -130,7 +130,7 @@ def add_old_names(owner: type, **names: str) -> None:
 
 
 def check_order(call: str, first: Any, path: Any) -> None:
-    """Raises InputError if the first argument is a path, as in version 0.1, or what should be one is none.
+    """Raises InputError if the first argument is a path, as in version 0.1, or if the path argument is none.
 
     Args:
         call: the call in today's order.

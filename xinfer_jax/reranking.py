@@ -102,8 +102,8 @@ class RerankEncoder:
         return self._encode(name, [f"{_JUDGE}<Instruct>: ", self._instruction, "\n<Query>: ", query, "\n"])
 
     def encode_document(self, name: str, document: Any, num_query_ids: int) -> list[int]:
-        """The ids of a document and of what follows it, after so many ids of its query. Raises InputError
-        with the document's name.
+        """Returns the ids of a document and of the text after it, which follow this number of ids of its
+        query. Raises InputError with the document's name.
         """
         if self._most is None:
             check_text_length(name, _checked(name, document), self._tokenizer, self._limit)

@@ -121,6 +121,6 @@ def release_free_memory() -> None:
 
 
 def peak_bytes() -> int:
-    """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
+    """Returns peak memory so far: of the device, or of the process if the device has no counter (CPU)."""
     of_device = plugin("device", "peak bytes")
     return of_device() if of_device else 0

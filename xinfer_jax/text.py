@@ -252,7 +252,7 @@ def _check_text_options(model: Model, options: GenerateOptions | None) -> Genera
 
 
 def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
-    """The stop strings of the options; InputError for invalid ones."""
+    """Returns the stop strings of the options. Raises InputError for invalid ones."""
     stops = options.stop_strings
     if not is_sequence(stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(

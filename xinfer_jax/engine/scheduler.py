@@ -254,7 +254,7 @@ class Scheduler:
 
         Returns:
             Actions, and the pages. Write the pages after the actions and before the next program. [] if there
-                are not enough pages.
+            are not enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first

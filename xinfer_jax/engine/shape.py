@@ -241,8 +241,9 @@ def _adapter_bytes(model: Model, rank: Any) -> int:
 
 
 def _default_pages(shape: EngineShape, model: Model) -> int:
-    """Returns half of the memory that the other parts of the plan leave. It is at least enough for one row,
-    and at most twice the size of all rows. shape: the shape without pages.
+    """Returns the default number of pages. They fill half of the memory that the other parts of the plan
+    leave. They are at least enough for one row, and at most twice the number that all rows fill. shape: the
+    shape without pages.
     """
     plan = shape.memory_plan(model.params, model.config)
     devices = model.params["final_norm"].sharding.addressable_devices

@@ -42,8 +42,8 @@ def text_name(name: str) -> str | None:
 
 
 def full_name(own: str, other: str) -> str:
-    """Returns the name that corresponds to the text model's own name, made from another name in the same
-    checkpoint.
+    """Returns the full name of a tensor of the text model: its own name with the prefix that another name in
+    the same checkpoint has.
     """
     prefix = find_prefix(other)
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")

@@ -169,7 +169,7 @@ def scale_layout(
 
     Returns:
         The shape that the scales must have, the rows and columns that share one, and the shape of the scales
-            as a matrix.
+        as a matrix.
     """
     (*experts, outputs, inputs) = shape
     count = math.prod(experts)

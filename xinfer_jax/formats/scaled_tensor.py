@@ -149,8 +149,8 @@ class MatrixFormat(StoredFormat):
         return self
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
-        """Returns the quantized matrices, and the shapes of the experts' matrices. Unknown sizes are zeros if
-        only one layout is possible.
+        """Returns the names and shapes of the quantized matrices, or of the experts' matrices. Sizes may be
+        zeros if only one layout is possible.
         """
         raise NotImplementedError
 

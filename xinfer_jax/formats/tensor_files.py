@@ -117,6 +117,8 @@ def write_checkpoint(
     Args:
         tensors, settings: the weights and config.json.
         files: contents of other files by name, or paths from which they are copied.
+        limit: the most bytes of a file of weights.
+        directory: as in `write_whole`.
     """
     shards = _shards(tensors, limit)
     total = sum(tensor.num_bytes for tensor in tensors.values())
@@ -142,7 +144,9 @@ def write_checkpoint(
 
 
 def _shards(tensors: Mapping[str, TensorToWrite], limit: int) -> list[list[str]]:
-    """Names by file, as many in their order as it may hold; wide types first, so that all are aligned."""
+    """Returns the names by file. Each file has, in their order, as many as it may hold. Wide types are first,
+    so that all are aligned.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():

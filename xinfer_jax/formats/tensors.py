@@ -131,7 +131,9 @@ class RowsAsTensor:
 
 @dataclasses.dataclass(frozen=True)
 class TransposedMatrix(RowsAsTensor):
-    """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices."""
+    """A matrix that a file stores with its inputs first, and with its outputs by turns with the outputs of
+    other matrices.
+    """
 
     stored: Any  # [inputs, columns]
     first: int  # of its columns
@@ -153,7 +155,7 @@ class TransposedMatrix(RowsAsTensor):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Matrices of one shape as one: the rows of the first, then those of the second, and so on."""
+    """Matrices of one shape as one: the rows of the first, then the rows of the second, and so on."""
 
     parts: list[StoredTensor]
 
@@ -221,7 +223,9 @@ class StoredFormat:
         return {**settings, cls.floats_field: names + added} if added else {**settings}
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
-        """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""
+        """Returns the stored tensors of a matrix, or of experts' matrices. It is empty if they are not
+        quantized.
+        """
         raise NotImplementedError
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:

@@ -36,7 +36,9 @@ def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> t
 
 
 def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
-    """The bytes of a call that decodes so many rows. Raises InputError if they exceed the memory."""
+    """Returns the bytes of a call that decodes this number of rows. Raises InputError if they exceed the
+    memory.
+    """
     options = call.options
     config = call.config
     new = options.max_tokens
@@ -71,13 +73,15 @@ def new_cache(call: ValidatedCall, params: Params, config: ModelConfig, capacity
 
 
 def _mesh_of(params: Params) -> tuple[Any, float]:
-    """The mesh that divides the parameters, and the fraction of them in one memory; None and 1: none does."""
+    """Returns the mesh that divides the parameters, and the fraction of them in one memory. None and 1: no
+    mesh divides them.
+    """
     find = plugin("mesh", "of params")
     return find(params) if find else (None, 1)
 
 
 def prompt_of_row(call: ValidatedCall) -> np.ndarray:
-    """int32 [R]: the prompt of each row. The answers of a prompt are consecutive rows; padding rows
+    """Returns, int32 [R], the prompt of each row. The answers of a prompt are consecutive rows. Padding rows
     follow.
     """
     prompt_R = np.repeat(np.arange(len(call.prompts), dtype=np.int32), call.answers)
@@ -162,8 +166,8 @@ def state_of_rows(
     sizes: StateSizes,
     automata: Any = None,
 ) -> DecodeState:
-    """Rows before their first token, in new arrays. prompts: of the first rows; the others are padding.
-    settings: of all rows. automata: as in `init_context`.
+    """Returns rows before their first token, in new arrays. prompts: the prompts of the first rows. The other
+    rows are padding. settings: the settings of all rows. automata: as in `init_context`.
     """
     R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)

@@ -56,7 +56,9 @@ class BatchMatchers:
 def compile_grammars(
     config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
 ) -> tuple[tuple[Any, ...], bool]:
-    """The compiled grammar of each prompt, () where no prompt has one; and whether the host writes masks."""
+    """Returns the compiled grammar of each prompt, or () if no prompt has one, and True if the host writes
+    masks.
+    """
     given: Any = options.grammar
     each = list(given) if is_sequence(given) else [given] * len(prompts)
     if len(each) != len(prompts):

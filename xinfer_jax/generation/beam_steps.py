@@ -184,8 +184,8 @@ def _scores(logprobs_BWV, state, sampling_B, least):
 
 
 def _candidates(score_BWV, state, rows, C):
-    """The C best, or C drawn without replacement, the best first, as in transformers 5.24 (before, in the
-    order drawn): their scores, beams, tokens, and sequences [B, C, T].
+    """Returns the C best candidates, or C drawn without replacement: their scores, beams, tokens, and
+    sequences [B, C, T]. The best is first, as in transformers 5.24 (before, they were in the order drawn).
     """
     B, W, V = score_BWV.shape
 
@@ -205,8 +205,8 @@ def _candidates(score_BWV, state, rows, C):
 
 
 def _select(candidates, state, request, early_stopping):
-    """The next state: the best candidates that continue are the running beams. Those of the first W that end
-    join the ended sequences if they are good enough.
+    """Returns the next state: the best candidates that continue are the running beams. If one of the first W
+    candidates ends, it joins the ended sequences if it is good enough.
     """
     score_BC, beam_BC, token_BC, tokens_BCT = candidates
     length_penalty = request.length_penalty

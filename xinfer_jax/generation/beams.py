@@ -178,7 +178,7 @@ class BeamSearchPlan:
         options: GenerateOptions,
         key: jax.Array | None,
     ):
-        """Checks the arguments, which are as of `beam_search`. The parameters may be shapes."""
+        """Checks the arguments, which are the same as in `beam_search`. The parameters may be shapes."""
         is_single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
         self.call = call = validate_call(params, config, [ids] if is_single else ids, options, key)
         beams = check_integer("num_beams", settings.num_beams, 1)
@@ -223,8 +223,8 @@ class BeamSearchPlan:
         return executor.prefill(self._model, self._tokens, cache)
 
     def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:
-        """The sequences that ended, best first, and where the search stopped. caches: that of `prefill`, to
-        take out.
+        """Returns the sequences that ended, best first, and the step at which the search stopped. caches: a
+        list with the cache of `prefill`, which is taken out.
         """
         logits = executor.logits(self._model, outputs)
         constants = self.call.params, self._request
@@ -282,8 +282,8 @@ def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
 
 
 def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list, list, int]:
-    """Sequences and their scores, as nested lists; and the number of tokens of the best
-    ones. Raises InputError for scores that are NaN.
+    """Returns sequences and their scores, as nested lists, and the number of tokens of the best ones. Raises
+    InputError for scores that are NaN.
     """
     sequences = []
     scores = []

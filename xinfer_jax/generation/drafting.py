@@ -1,4 +1,6 @@
-"""`Drafting`: what a call of `generate` or `stream` with draft tokens has beside plain decoding."""
+"""`Drafting`: the parts of a call of `generate` or `stream` that plain decoding does not have, for draft
+tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -53,7 +55,7 @@ class Drafting:
         return _check_model(draft, call)
 
     def new_cache(self) -> KVCache | None:
-        """An empty cache for the draft model; None without one."""
+        """Returns an empty cache for the draft model, or None without one."""
         call = self._call
         if self._config is None:
             return None
@@ -68,7 +70,9 @@ class Drafting:
     def start(
         self, executor: Executor, cache: Any, draft_cache: KVCache | None
     ) -> tuple[Any, SpeculationState]:
-        """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
+        """Returns the model's cache with space for draft tokens, and the other parts of the strategy's
+        carry.
+        """
         call = self._call
         if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)

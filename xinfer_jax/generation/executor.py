@@ -45,9 +45,8 @@ def inline(program: Any, *args: Any) -> Any:
 
 
 class Executor(Protocol):
-    """Runs a model and what belongs to its steps. `loop.TracedExecutor` makes one program of each call;
-    `LayerwiseExecutor` calls programs of a few layers from the host. A dry run is one of them with a `run`
-    that compiles.
+    """Runs a model and its steps. `loop.TracedExecutor` makes one program of each call. `LayerwiseExecutor`
+    calls programs of a few layers from the host. A dry run is one of them with a `run` that compiles.
     """
 
     host_steps: bool  # the host calls the programs of each step
@@ -57,7 +56,9 @@ class Executor(Protocol):
     run: Run
 
     def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False):
-        """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
+        """Makes an executor. greedy: True: no row uses a sampling setting. Layer by layer, no sampler is
+        compiled then.
+        """
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
@@ -91,8 +92,8 @@ class Executor(Protocol):
     def decode(
         self, strategy: Any, constants: tuple, carry: tuple, steps: Any, watched_B: Any = None
     ) -> tuple:
-        """The carry after so many steps (int32) of the strategy, or fewer where all rows end, or one of those
-        of `watched_B`, bool.
+        """Returns the carry after this number of steps (int32) of the strategy. There are fewer steps if all
+        rows end, or a row of `watched_B`, bool.
         """
 
     def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
@@ -114,15 +115,15 @@ class Executor(Protocol):
         """Runs the model on `make_inputs(cache, *args)`: `Inputs`, and the cache to append them to.
 
         Args:
-            position: whose logits are used: 0, -1, or None for all.
+            position: the position whose logits are used: 0, -1, or None for all.
 
         Returns:
-            The output, whose `hidden` is what `sample` and `call` take.
+            The output, whose `hidden` `sample` and `call` take.
         """
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        """The state with the next token of each active row; and which rows continue, if the host runs the
-        steps.
+        """Returns the state with the next token of each active row and, if the host runs the steps, the rows
+        that continue.
         """
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
@@ -150,7 +151,9 @@ def decode_compiler_options() -> dict[str, Any] | None:
 
 
 def prefill_chunk_size(cache: KVCache) -> int:
-    """Tokens of a row in a prefill chunk: those of `device_chunk_size`, if the cache allows as many."""
+    """Returns the number of tokens of a row in a prefill chunk: `device_chunk_size`, or fewer if the cache
+    does not allow so large a chunk.
+    """
     return min(device_chunk_size(cache.length_B), cache.most_at_once)
 
 

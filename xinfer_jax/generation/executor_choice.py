@@ -19,7 +19,7 @@ def executor_class(params: Params) -> Any:
 
 
 class NothingAhead:
-    """Stands for a `Precompiler` where programs compile when they run."""
+    """Takes the place of a `Precompiler` if programs compile when they run."""
 
     def wait(self, programs: int | None = None) -> None:
         pass
@@ -29,20 +29,22 @@ class Compilation(Protocol):
     """Programs that threads compile."""
 
     def wait(self, programs: int | None = None) -> None:
-        """Waits until the first so many programs are compiled. None: all. Raises what made one fail."""
+        """Waits until the first programs, this number of them, are compiled. None: all. Raises the error of a
+        program that failed.
+        """
 
 
 def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Compilation, int]:
-    """Begins to compile what calls of a signature run, in threads, once for each signature.
+    """Begins to compile the programs of calls of a signature, in threads, once for each signature.
 
     Args:
-        params: of the model.
-        signature: a pytree; calls with equal values and shapes run the same programs.
-        dry_run: runs the call with an executor of the `run` that it gets, on shapes; returns how many
-            programs come before the first token.
+        params: the parameters of the model.
+        signature: a pytree. Calls with equal values and shapes run the same programs.
+        dry_run: runs the call with an executor of the `run` that it gets, on shapes. It returns the number of
+            programs that come before the first token.
 
     Returns:
-        A `Precompiler`, whose `wait` waits for the first so many programs; and what `dry_run` returned.
+        A `Precompiler`, whose `wait` waits for this number of first programs, and the result of `dry_run`.
     """
     precompile_once = plugin("compiler", "ahead")
     return (NothingAhead(), 0) if precompile_once is None else precompile_once(params, signature, dry_run)

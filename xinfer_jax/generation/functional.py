@@ -1,5 +1,5 @@
-"""The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out; all three work inside a
-caller's jit. This module checks the arguments; loop.py has the loops.
+"""The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out. All three work inside a
+caller's jit. This module checks the arguments, and loop.py has the loops.
 """
 
 import dataclasses
@@ -326,7 +326,7 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
 
 
 def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
-    """Raises InputError for an invalid impl, or where more_B further tokens exceed the capacity, if it is
+    """Raises InputError for an invalid impl, or if more_B further tokens exceed the capacity, as far as it is
     known.
     """
     check_impl(impl)

@@ -52,7 +52,9 @@ def prefill_chunks(
     B, T = inputs.tokens_BT.shape
 
     def run_chunk(inputs: Inputs, cache: KVCache, previous_BD: jax.Array) -> ModelOutput[Any]:
-        """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
+        """Returns the last hidden state of each row in the chunk, or the previous one if the chunk is all
+        padding.
+        """
         out = apply_model(params, config, inputs, cache, extras, run_config)
         last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
         has_tokens_B1 = (inputs.num_tokens_B > 0)[:, None]
@@ -95,7 +97,9 @@ def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> Model
 
 
 def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """[B, D]: the hidden state of each row's last token; of the first one in a row without tokens."""
+    """Returns, [B, D], the hidden state of each row's last token, or of the first token in a row without
+    tokens.
+    """
     return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
 
 
@@ -108,7 +112,7 @@ class Hidden(NamedTuple):
 
 
 def to_logits(x: Any) -> Any:
-    """The logits of `Hidden`; anything else stays."""
+    """Returns the logits of `Hidden`. Anything else stays."""
     return head_logits(*x) if isinstance(x, Hidden) else x
 
 
@@ -188,8 +192,8 @@ def decode(
     run_config: RunConfig,
     watched_B: Any = None,
 ) -> Carry:
-    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit.
-    watched_B: as of `goes_on`.
+    """Returns the carry after this number of steps (int32) of a strategy, or fewer if it ends. steps: None:
+    no limit. watched_B: as in `goes_on`.
     """
     step = partial(strategy.step, TracedExecutor(run_config, inline), constants)
 
@@ -237,8 +241,8 @@ def _sample_hidden(params, hidden_BD, state, config, run_config) -> DecodeState:
 
 
 class JitVariants(NamedTuple):
-    """A function jitted twice: `keeping` leaves its arguments as they are; `donating` reuses the memory of
-    those that it replaces.
+    """A function jitted twice. `keeping` leaves its arguments as they are. `donating` reuses the memory of
+    the arguments that it replaces.
     """
 
     keeping: Any

@@ -10,7 +10,9 @@ from .validation import ValidatedCall
 
 
 def check_tokens_left(call: ValidatedCall, row: int, ids: list[int]) -> None:
-    """Raises NoTokenLeftError for a token that the settings forbid: it is sampled where they forbid all."""
+    """Raises NoTokenLeftError for a token that the settings forbid: such a token is sampled only if they
+    forbid all.
+    """
     prompt = row // call.answers
     settings: SettingsOfRows = call.sampling_B
     wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()

@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens: `score`, a differentiable function of arrays, and `score_completions`, a
-host function of lists of ids; `map_logits`, for losses of one's own.
+"""Log-probabilities of given tokens: `score` is a differentiable function of arrays, and `score_completions`
+is a host function of lists of ids. `map_logits` is for your own losses.
 
 The logits of a long text would take gigabytes: 4.6 GiB for 8192 tokens and a vocabulary of 152k. So they are
 computed for a part of the tokens at a time, and the backward pass computes each part again.

@@ -2,9 +2,9 @@
 pass of the model verifies several of them.
 
 The token at a position is a function of the model's logits there and of the row's key (sampling/sampler.py).
-A draft token is accepted if it equals the token that the model samples itself. So the tokens are those of
-plain decoding with the same key, greedy or sampled, and so is their distribution. A draft model samples with
-the same noise, which makes its tokens agree more often.
+A draft token is accepted if it equals the token that the model samples itself. So the tokens equal the tokens
+of plain decoding with the same key, greedy or sampled, and so does their distribution. A draft model samples
+with the same noise, which makes its tokens agree more often.
 """
 
 import dataclasses
@@ -55,11 +55,12 @@ class SpeculationState:
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(Strategy):
-    """Several draft tokens of each row are verified per step, so a step may append several tokens.
+    """A strategy in which several draft tokens of each row are verified per step, so a step may append
+    several tokens.
 
-    constants: the parameters of the model, the rows' `Extras`, and the parameters of the draft model (None
-    for a function).
-    carry: the state, with `context.history_BS`; the model's cache; a `SpeculationState`.
+    - constants: the parameters of the model, the rows' `Extras`, and the parameters of the draft model (None
+      for a function).
+    - carry: the state, with `context.history_BS`, the model's cache, and a `SpeculationState`.
     """
 
     config: ModelConfig
@@ -115,7 +116,9 @@ class Speculative(Strategy):
 def last_and_draft_tokens(
     cache: KVCache, progress: RowProgress, draft_BT: jax.Array
 ) -> tuple[Inputs, KVCache]:
-    """The last token of each row, and its draft tokens, [B, 1 + count]; none of a row that has ended."""
+    """Returns the last token of each row, and its draft tokens, [B, 1 + count]. A row that has ended has
+    none.
+    """
     tokens_BT = jnp.concatenate([progress.token_B[:, None], draft_BT], 1)
     return Inputs(tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32)), cache
 
@@ -126,7 +129,7 @@ def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
 
 
 def logits_at(logits: jax.Array, position: int) -> jax.Array:
-    """[B, V] of logits [B, T, V]; logits [B, V] are of that position already."""
+    """Returns [B, V] of logits [B, T, V]. Logits [B, V] belong to that position already."""
     return logits if logits.ndim == 2 else logits[:, position]
 
 
@@ -151,7 +154,7 @@ def verify(
 
 
 def _verify_in_turn(outputs, run_config, state, draft_BT):
-    """The state after `verify`; each token is sampled after the one before it was appended."""
+    """Returns the state after `verify`. Each token is sampled after the one before it was appended."""
     logits_BTV = to_logits(outputs)
     count = draft_BT.shape[1]
     accepted_B = state.active_B
@@ -206,15 +209,16 @@ def _traced_draft(proposer, count, rows, history_size):
 
 
 def prompt_lookup(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
-    """The tokens that followed the last ones where these occurred before (prompt look-up, Saxena 2023).
+    """Returns the tokens that followed an earlier occurrence of the last tokens (prompt look-up, Saxena
+    2023).
 
-    Of all earlier places it takes the one that agrees over the most tokens (up to 4), and the latest of
-    these. If the tokens after it are fewer than `count`, they repeat.
+    It takes the earlier place that agrees over the most tokens (up to 4), and the latest of such places. If
+    the tokens after it are fewer than `count`, they repeat.
 
     Args:
         history_BS: int32, each row's tokens in order.
-        length_B: int32, how many they are.
-        count: number of draft tokens.
+        length_B: int32, the number of these tokens.
+        count: the number of draft tokens.
 
     Returns:
         int32 [B, count].

@@ -1,4 +1,4 @@
-"""`DecodeState`: everything that belongs to a row of the batch but its keys and values; rows are the first
+"""`DecodeState`: everything that belongs to a row of the batch except its keys and values. Rows are the first
 axis.
 """
 
@@ -99,7 +99,9 @@ class RowProgress(NamedTuple):
         return ~self.finished_B & (self.length_B < self.limit_B)
 
     def longest_B(self, position_B: Any) -> Any:
-        """int32 [B]: the prompt and the most tokens of the answer. position_B: as of `DecodeState`."""
+        """Returns, int32 [B], the number of tokens of the prompt and the longest possible answer. position_B:
+        as in `DecodeState`.
+        """
         return position_B - self.length_B + self.limit_B
 
 
@@ -116,7 +118,7 @@ def new_state(
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that rows sampled, EOS included; B rows, T columns."""
+    """Tokens that rows sampled, EOS included. B rows, T columns."""
 
     tokens_BT: Any  # int32
     logprobs_BT: Any  # float32: their log-probabilities before any logits processor
@@ -162,8 +164,8 @@ def record_token(
     logits_BV: jax.Array, sampled_from: Callable[[], jax.Array], token_B: jax.Array, state: DecodeState,
     among_B: Any = True,
 ) -> DecodeState:  # fmt: skip
-    """The state with the alternatives of each row's next token, where they are requested. sampled_from: gives
-    the logits that the tokens were sampled from.
+    """Returns the state with the alternatives of each row's next token, if they are requested. sampled_from:
+    a function that gives the logits that the tokens were sampled from.
     """
     if state.alternatives is None:
         return state
@@ -177,7 +179,7 @@ def record_token(
 def append_token(
     state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True
 ) -> DecodeState:
-    """The state with the next token of each active row of `among_B`; other rows stay as they are."""
+    """Returns the state with the next token of each active row of `among_B`. Other rows stay as they are."""
     active_B = state.active_B & among_B
     row_B = jnp.arange(token_B.shape[0])
     column_B = _column(state, among_B)
@@ -193,7 +195,7 @@ def append_token(
 
 
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
-    """int32 [B]: the column of each row's next token; past the end where the row gets none."""
+    """Returns, int32 [B], the column of each row's next token. It is past the end if the row gets none."""
     return jnp.where(state.active_B & among_B, next_column(state), state.tokens_BT.shape[1])
 
 

@@ -42,7 +42,9 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        """The next carry; and what `active` gives of it, None within a trace."""
+        """Takes a step. Returns the next carry, and the result of `active` for it, which is None within a
+        trace.
+        """
 
     def active(self, constants: tuple, carry: Carry) -> Any:
         """bool [B]: the rows that continue. carry: first the state."""
@@ -51,8 +53,10 @@ class Strategy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters, and the rows' `Extras`. carry: the
-    state and the cache, and the routes of sampled tokens where a traced executor records them.
+    """A strategy that takes one token of each active row per step.
+
+    - constants: the parameters, and the rows' `Extras`.
+    - carry: the state and the cache, and the routes of sampled tokens if a traced executor records them.
     """
 
     steps_ahead = 1
@@ -72,7 +76,7 @@ class Plain(Strategy):
         return (self.ended(state), out.cache, *routed_experts), active_B
 
     def ended(self, state: DecodeState) -> DecodeState:
-        """The state in which rows have ended as `stop` says; only within a trace."""
+        """Returns the state in which rows have ended as `stop` says. It is only for a trace."""
         if self.stop is None:
             return state
         from ..sampling.caller_processors import end_rows  # optional: functions of callers
@@ -92,5 +96,5 @@ def goes_on(active_B: Any, watched_B: Any = None) -> Any:
 
 
 def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
-    """The last token of each row; none of a row that has ended."""
+    """Returns the last token of each row. A row that has ended has none."""
     return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache

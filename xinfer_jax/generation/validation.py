@@ -97,7 +97,9 @@ class ValidatedCall:
 
     @functools.cached_property
     def num_draft_tokens(self) -> int:
-        """Draft tokens per step; at most what fits into the answer and the cache: others would be dropped."""
+        """The number of draft tokens per step, at most the number that fits into the answer and the cache:
+        others would be dropped.
+        """
         return min(self.options.draft_tokens, bucket(self.options.max_tokens), self.capacity - 1)
 
     @functools.cached_property
@@ -176,7 +178,7 @@ def validate_call(
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
-    """The options with each value in its canonical type; InputError for an invalid value."""
+    """Returns the options with each value in its canonical type. Raises InputError for an invalid value."""
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     check_impl(options.impl)

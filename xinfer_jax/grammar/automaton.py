@@ -71,7 +71,7 @@ class Dfa(ShortRepr):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Automata:
-    """The automata of rows, and their states; `Context.automata`, whose interface the samplers use."""
+    """The automata of rows, and their states. It is `Context.automata`, whose interface the samplers use."""
 
     class_BV: Any  # int16
     next_BN: Any  # int16: the table of each row, state by state, then anything
@@ -84,7 +84,9 @@ class Automata:
         return jnp.asarray(self.width_B) > 0
 
     def mask(self, logits_BV: jax.Array) -> jax.Array:
-        """The logits, -inf where the automaton of a row allows no token; in a wrong state it may only end."""
+        """Returns the logits, -inf for tokens that the automaton of a row does not allow. In a wrong state a
+        row may only end.
+        """
         next_BV = self._next(jnp.asarray(self.class_BV))
         wrong_B1 = jnp.asarray(self.state_B)[:, None] < 0
         allowed_BV = jnp.where(wrong_B1, jnp.asarray(self.class_BV) == ENDS, next_BV >= 0)
@@ -97,7 +99,7 @@ class Automata:
         return dataclasses.replace(self, state_B=jnp.where(active_B & self.used_B, next_B, self.state_B))
 
     def select_rows(self, rows_B: Any) -> "Automata":
-        """Those of these rows. rows_B: bool."""
+        """Returns the automata of these rows. rows_B: bool."""
         return dataclasses.replace(self, width_B=jnp.where(rows_B, self.width_B, 0))
 
     def _next(self, class_BX: jax.Array) -> jax.Array:

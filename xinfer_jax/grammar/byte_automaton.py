@@ -29,7 +29,7 @@ class _Parts:
         return len(self.edges) - 1
 
     def add(self, tree: Tree, start: int) -> int:
-        """Adds a tree from a state on; the state after it."""
+        """Adds a tree from a state on. Returns the state after it."""
         self._trees += 1
         if self._trees > _MAX_TREES:
             raise NotRegularError(f"more than {_MAX_TREES} parts")
@@ -88,11 +88,11 @@ class _Parts:
 
 
 def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton of a tree; state 0 is the first. Raises NotRegularError for more than 512.
+    """Returns the automaton of a tree. State 0 is the first. Raises NotRegularError for more than 512 states.
 
     Returns:
-        int16 [states, 256]: the next state; below 0: no text that matches goes on so. bool [states]: the text
-        may end.
+        The next state, int16 [states, 256]. Below 0: no text that matches continues in this way. And bool
+        [states]: the text may end.
     """
     parts = _Parts()
     start = parts.state()

@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> "Vocabulary":
-    """The `Vocabulary` of a tokenizer and a model's number of logits; it is made once."""
+    """Returns the `Vocabulary` of a tokenizer and a model's number of logits. It is made once."""
     with _lock:
         by_size = _vocabularies.setdefault(tokenizer, {})
         if vocab_size not in by_size:
@@ -51,7 +51,9 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: "Grammar") -> Any:
-        """A new `llguidance.LLMatcher` at the grammar's beginning; errors as of `compile_matcher`."""
+        """Returns a new `llguidance.LLMatcher` at the grammar's beginning. Errors are the same as in
+        `compile_matcher`.
+        """
         key = grammar.kind, grammar.source
         with self._lock:
             compiled = self._compiled.get(key)
@@ -66,7 +68,7 @@ class Vocabulary:
         return compiled.deep_copy()
 
     def automaton(self, grammar: "Grammar") -> Dfa | None:
-        """The grammar as an automaton; None where it is not regular, or too large."""
+        """Returns the grammar as an automaton, or None if it is not regular, or too large."""
         return self._automaton_of(grammar.source) if grammar.kind == "regex" else None
 
     def _make_automaton(self, pattern: str) -> Dfa | None:
@@ -100,7 +102,7 @@ class Vocabulary:
 
 
 class ReasoningEnd:
-    """Tells where the reasoning of an answer ends."""
+    """Finds the end of the reasoning in an answer."""
 
     def __init__(self, tokenizer: Any, text: str | None):
         """text: after which it ends. None: with the header of Harmony's channel `final`."""

@@ -150,7 +150,7 @@ def escape_regex(text: str) -> str:
 
 
 def with_tokenizer(grammar: Any, tokenizer: Any) -> Any:
-    """A grammar, or a list of them, with this tokenizer where it has none."""
+    """Returns a grammar, or a list of them, with this tokenizer if it has none."""
     if is_sequence(grammar):
         return [with_tokenizer(one, tokenizer) for one in grammar]
     if isinstance(grammar, Grammar) and grammar.tokenizer is None:

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class CompiledGrammar:
-    """A grammar that a model's vocabulary serves. Each answer gets a `matcher` of its own.
+    """A grammar that a model's vocabulary serves. Each answer gets a separate `matcher`.
 
     Args:
-        grammar: with a tokenizer.
+        grammar: a grammar with a tokenizer.
         vocab_size: V.
-        dfa, new_masks: of a grammar that was compiled elsewhere: its automaton, or what makes the masks of an
-            answer, with the methods of `LocalMasks`.
+        dfa, new_masks: parts of a grammar that was compiled elsewhere: its automaton, or a function that
+            makes the masks of an answer, with the methods of `LocalMasks`.
 
     Raises:
-        InputError: a grammar that is not served.
+        InputError: the grammar is not served.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DfaMatcher:
     _state: int = 0
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the next tokens of the answer; one that is not allowed raises."""
+        """Follows the next tokens of the answer. Raises if one is not allowed."""
         for token in ids:
             token_class = ENDS if token in self._end_ids else self.dfa.class_V[token]
             self._state = int(self.dfa.next_SC[self._state, token_class])
@@ -85,7 +85,7 @@ class LocalMasks:
     seconds = 0.0  # that the last ones took, where the caller need not wait
 
     def __init__(self, matcher: Any, vocab_size: int):
-        """matcher: an `LLMatcher` of its own."""
+        """Makes the masks of one answer. matcher: an `LLMatcher` that nothing else uses."""
         self._masks = TokenMasks(matcher, vocab_size)
         self._next: tuple[Sequence[int], Sequence[int]] = (), ()
 
@@ -128,7 +128,7 @@ class Matcher:
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
-        """Begins to compute the masks of `fill`; does nothing if no token was appended since."""
+        """Begins to compute the masks of `fill`. Does nothing if no token was appended since."""
         if self._started:
             return
         self._started = True
@@ -168,8 +168,8 @@ class Matcher:
         np.bitwise_and.at(mask, self._ends[~allowed] // 32, ~bit_of_ends[~allowed])
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the tokens that were sampled under the last masks. NoTokenLeftError: the grammar forbids
-        one, which is sampled where the settings forbid all that it allows.
+        """Follows the tokens that were sampled under the last masks. Raises NoTokenLeftError if the grammar
+        forbids one. Such a token is sampled if the settings forbid all tokens that the grammar allows.
         """
         for token in ids:
             self._started = False

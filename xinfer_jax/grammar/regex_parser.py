@@ -1,7 +1,7 @@
 r"""Parses regular expressions into trees over sets of characters.
 
-The syntax is the part of Rust's (and llguidance's) that is regular and common: literals, `.`, classes,
-groups, `|`, `* + ? {m,n}`, and ^ and $ around the whole. `\d`, `\w` and `\s` are those of ASCII.
+The syntax is the part of Rust's (and llguidance's) syntax that is regular and common: literals, `.`, classes,
+groups, `|`, `* + ? {m,n}`, and ^ and $ around the whole. `\d`, `\w` and `\s` are the ASCII classes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class NotRegularError(Exception):
-    """Syntax that this parser does not know; its text says which."""
+    """Syntax that this parser does not know. Its text names the syntax."""
 
 
 def parse_regex(pattern: str) -> Tree:

@@ -1,9 +1,13 @@
-r"""`served_schema`: a JSON Schema rewritten so that what llguidance's grammar of it allows is valid.
+r"""`served_schema`: a JSON Schema rewritten so that every text that llguidance's grammar of it allows is
+valid.
 
-llguidance 1.9 reads decimals to 15 digits, computes with doubles, and takes `[…]` of a pattern for Rust's
-classes. A class that has all control characters allows the quote and the backslash even where it lacks them.
-Strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control characters other than \b \t \n \f \r
-stand in no answer, but llguidance leaves them out of texts instead of failing. Here classes lack them.
+llguidance 1.9 differs from the standard in these points:
+
+- It reads decimals to 15 digits, and computes with doubles.
+- It takes `[…]` of a pattern for Rust's classes. A class that has all control characters allows the quote and
+  the backslash even if it lacks them.
+- Strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control characters other than \b \t \n \f \r
+  are in no answer. But llguidance leaves them out of texts instead of failing. Here classes lack them.
 """
 
 import math
@@ -44,22 +48,22 @@ _PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]{0,64}\}|.)|[xu]\{[^}]{0,64}\}|x.
 
 
 def served_schema(schema: Any, strict: bool) -> Any:
-    """A schema all of whose answers are valid for the given one.
+    """Returns a schema all of whose answers are valid for the given one.
 
-    - Bounds of numbers are moved inward to numbers that llguidance keeps: of 15 digits, 64-bit integers.
+    - Bounds of numbers are moved inward to numbers that llguidance keeps: 15 digits, and 64-bit integers.
     - Objects that declare properties, and do not say whether there are others, have no others, so their keys
       do not repeat. A schema with oneOf, or with several schemas for one object, stays open.
     - Keywords that are null, and annotations, are left out: nothing in them is a schema.
-    - `oneOf` whose schemas exclude each other, by the constants of a property, becomes `anyOf`.
+    - If the schemas of a `oneOf` exclude each other, by the constants of a property, it becomes `anyOf`.
     - `propertyNames` that lists the names, or has a pattern for them, becomes a schema of each name.
 
     Args:
-        schema: of JSON types.
-        strict: `uniqueItems` and formats that are not enforced are an error, otherwise they are left out.
+        schema: a schema of JSON types.
+        strict: True: `uniqueItems` and formats that are not enforced are an error. False: they are left out.
 
     Raises:
-        GrammarError: constants and bounds that llguidance would change; minProperties where repeated keys
-            might count; large multiples of one value; x-guidance.
+        GrammarError: the schema has constants and bounds that llguidance would change, minProperties if
+            repeated keys might count, large multiples of one value, or x-guidance.
     """
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise GrammarError("x-guidance in a JSON schema is not served: leave it out")
@@ -111,7 +115,7 @@ def _merges(node: Mapping[str, Any]) -> bool:
 def _changed(
     value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], is_map: bool = False
 ) -> Any:
-    """A schema in which objects that may be schemas are changed, each before those in it."""
+    """Returns a schema in which objects that may be schemas are changed, each before the objects in it."""
     if isinstance(value, list):
         return [_changed(one, change) for one in value]
     if not isinstance(value, Mapping):

@@ -56,7 +56,7 @@ def _by_length(tokens: Sequence[bytes], without: set[int], known: bytes) -> list
 
 
 def _walk(next_SX: np.ndarray, bytes_NL: np.ndarray) -> np.ndarray:
-    """int16 [N, S]: where the bytes of each token lead from each state."""
+    """Returns, int16 [N, S], the states to which the bytes of each token lead from each state."""
     dead = len(next_SX)
     table_SX = np.vstack([np.where(next_SX < 0, dead, next_SX), np.full((1, 256), dead)]).astype(np.int16)
     at_NS = np.broadcast_to(np.arange(dead, dtype=np.int16), (len(bytes_NL), dead))

@@ -122,7 +122,7 @@ def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
 
 
 def check_allowed(is_allowed: bool) -> None:
-    """Raises NoTokenLeftError where a grammar does not allow what was sampled."""
+    """Raises NoTokenLeftError if a grammar does not allow the token that was sampled."""
     if not is_allowed:
         raise NoTokenLeftError(_NOT_ALLOWED)
 
@@ -160,8 +160,8 @@ def _import_llguidance() -> Any:
 
 
 def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
-    """The vocabulary as llguidance takes it. The end of a text is a token of its own after the others, so the
-    EOS ids of a request need no other vocabulary. Nothing is ever tokenized.
+    """Returns the vocabulary as llguidance takes it. The end of a text is an additional token after the
+    others, so the EOS ids of a request need no other vocabulary. Nothing is ever tokenized.
     """
     from llguidance import TokenizerWrapper
 

@@ -1,4 +1,4 @@
-"""The bytes of each token, which is what a grammar knows of a vocabulary."""
+"""The bytes of each token, which are all that a grammar knows of a vocabulary."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from ..errors import InputError
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]]:
-    """The bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text, as a
-    model with a padded vocabulary has, have no bytes. InputError: no token has bytes of its own.
+    """Returns the bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text,
+    as in a model with a padded vocabulary, have no bytes. Raises InputError if no token has bytes.
     """
     backend = tokenizer.backend
     decode = _token_decoder(backend)

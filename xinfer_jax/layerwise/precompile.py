@@ -20,8 +20,8 @@ class CompilerStoppedError(Exception):
 
 
 class Precompiler:
-    """Compiles jitted functions in a pool of threads, and returns the shapes of what they would return.
-    Tracing and lowering run in the caller's thread, with its jax settings. Several threads may call it.
+    """Compiles jitted functions in a pool of threads, and returns the shapes of their results. Tracing and
+    lowering run in the caller's thread, with its jax settings. Several threads may call it.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Precompiler:
         return self._begin(program, args)[1]
 
     def wait_for(self, program: Any, *args: Any) -> None:
-        """Waits until the program that these arguments need is compiled, or has failed to; begins with it if
-        nobody has.
+        """Waits until the program that these arguments need is compiled, or has failed to compile. Begins to
+        compile it if nobody has.
         """
         with contextlib.suppress(Exception):
             self._begin(program, args)[0].result()
@@ -100,7 +100,9 @@ class Precompiler:
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def wait(self, programs: int | None = None) -> None:
-        """Waits until the first so many programs are compiled, or all. Raises what made one fail."""
+        """Waits until the first programs, this number of them, are compiled, or all. Raises the error of a
+        program that failed.
+        """
         try:
             for future in self._compiling[:programs]:
                 future.result()
@@ -170,7 +172,7 @@ def call_signature(tree: Any) -> tuple:
 
 
 def _committed_sharding(x: Any) -> Any:
-    """The sharding of a committed array, or of a shape; None if it is not committed."""
+    """Returns the sharding of a committed array, or of a shape, or None if it is not committed."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 

@@ -54,20 +54,22 @@ def attention(
     ahead: int = 0,
     run_config: RunConfig = DEFAULT,
 ) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
+    """Computes scaled dot-product attention (Vaswani et al. 2017) with an online softmax (Milakov &
+    Gimelshein 2018).
 
     Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window
     p-window+1 … p, that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        kv: a layer cache with keys, values and their window; `uncached_kv` makes one of arrays.
-        visible: which keys the queries see. `first_BT` is in plain jnp only, without `start_B`.
+        kv: a layer cache with keys, values and their window. `uncached_kv` makes one of arrays.
+        visible: the keys that the queries see. `first_BT` is in plain jnp only, without `start_B`.
         scoring: static.
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
-        ahead: without `start_B`: keys after its own position that a query sees too; the window ends there.
-        run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks
-            that rows have, is that of the plain jnp over all blocks; cuDNN has its own.
+        ahead: without `start_B`: the number of keys after its own position that a query sees too. The window
+            ends there.
+        run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks that
+            rows have, is the gradient of the plain jnp over all blocks. cuDNN has its own gradient.
 
     Returns:
         [B, T, N, width of a value] in the dtype of q.
@@ -204,7 +206,7 @@ def _add_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, scoring: S
 
 
 def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Array:
-    """The einsum in float32; float32 operands are not rounded first."""
+    """Returns the einsum in float32. float32 operands are not rounded first."""
     B, K, T, G, _ = x_BKTGX.shape
     product = partial(
         jnp.einsum,

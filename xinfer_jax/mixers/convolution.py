@@ -17,8 +17,8 @@ def by_group(x_BTD: jax.Array, width: int) -> jax.Array:
 
 
 def convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
-    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
-    first input of each token, as in `Positions`.
+    """Returns [B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1].
+    first_BT: the first input of each token, as in `Positions`.
     """
     _, K, S, H = x_BKSH.shape
     taps = weight.shape[1]
@@ -41,5 +41,5 @@ def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
 
 
 def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
-    """The array with zeros up to so many slots."""
+    """Returns the array with zeros up to this number of slots."""
     return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - x_BKSH.shape[2]), (0, 0)))

@@ -1,10 +1,11 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, Yang et al. 2024), as in Qwen3-Next and Qwen3.5.
 
-Each head has a state S [H, Y] that maps keys to values: S ← exp(g) S, then S ← S + k (β (v − Sᵀk))ᵀ; the
-output is Sᵀq. One token is one such step. More tokens are processed in blocks of 64 by the WY form (Yang et
-al. 2024, "Parallelizing linear transformers with the delta rule"): the values that a block writes solve a
-triangular system, so a block is a few matrix products. Formulas as in transformers 5.23,
-`modeling_qwen3_next.py` and `modeling_qwen3_5.py`; all in float32.
+Each head has a state S [H, Y] that maps keys to values. A step is S ← exp(g) S, then S ← S + k (β (v −
+Sᵀk))ᵀ, and the output is Sᵀq. One token is one such step. More tokens are processed in blocks of 64 by the WY
+form (Yang et al. 2024, "Parallelizing linear transformers with the delta rule"): the values that a block
+writes solve a triangular system, so a block is a few matrix products.
+
+Formulas are as in transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`. All are in float32.
 
 Here N are value heads, K key heads (repeated to N), H is the width of a key, Y of a value, C tokens of a
 block, W tokens before the current one that the convolution reads.
@@ -118,9 +119,9 @@ def recurrent_step(
 
 
 def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Array, Any], jax.Array]:
-    """The state after a block and the begin of its segment, and the outputs [B, N, C, Y]. With D the decay
-    between two tokens and Γ that from the block's begin, the values that it writes, U, solve
-    (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
+    """Returns the state after a block and the begin of its segment, and the outputs [B, N, C, Y]. D is the
+    decay between two tokens, and Γ is the decay from the block's begin. The values U that the block writes
+    solve (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
     """
     state_BNHY, first_B1 = carry
     q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
@@ -153,10 +154,11 @@ def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
-    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks.
+    """Returns the inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger
+    blocks.
 
     In blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. The
-    solver that XLA calls on CPUs has threads of its own, which wait for each other beside other work.
+    solver that XLA calls on CPUs has additional threads, which wait for each other next to other work.
     """
     C = x.shape[-1]
     size = _INVERSE_BLOCK
@@ -204,7 +206,9 @@ def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
 
 
 def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """float32 [B, N, T, 2]: the logarithm of the decay, and beta; 0 of padding, which changes no state."""
+    """Returns, float32 [B, N, T, 2], the logarithm of the decay, and beta. They are 0 at padding, which
+    changes no state.
+    """
     rate_N = jnp.exp(layer["A_log"].astype(jnp.float32))
     decay_BTN = -rate_N * jax.nn.softplus(a_BTN.astype(jnp.float32) + layer["dt_bias"].astype(jnp.float32))
     steps_BTN2 = jnp.stack([decay_BTN, jax.nn.sigmoid(b_BTN.astype(jnp.float32))], -1)

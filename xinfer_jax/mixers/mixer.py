@@ -15,7 +15,7 @@ from ..weights.params import Params
 
 
 class Positions(NamedTuple):
-    """The positions of the tokens of a call: what is computed once for all layers."""
+    """The positions of the tokens of a call: the values that are computed once for all layers."""
 
     angles: Angles
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
@@ -48,7 +48,7 @@ class Mixer:
     has_keys: ClassVar[bool] = False  # its cache has keys and values of each token, which may be in pages
 
     def param_specs(self) -> Params:
-        """The specs of its parameters by name, without those of norms around it."""
+        """Returns the specs of its parameters by name, without the norms around it."""
         raise NotImplementedError
 
     def forward(
@@ -75,7 +75,7 @@ class Mixer:
         raise NotImplementedError
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> LayerCache:
-        """The cache of rows without tokens. Arguments as of `empty_layers`."""
+        """Returns the cache of rows without tokens. Arguments are the same as in `empty_layers`."""
         raise NotImplementedError
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
@@ -83,7 +83,9 @@ class Mixer:
         raise NotImplementedError
 
     def empty_pool(self, pages: int, dtype: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-        """The arrays (k, v) of a pool of pages, if it has keys. Arguments as of `empty_pools`."""
+        """Returns the arrays (k, v) of a pool of pages, if it has keys. Arguments are the same as in
+        `empty_pools`.
+        """
         raise NotImplementedError
 
     @property

@@ -128,8 +128,8 @@ class SoftmaxAttention(Mixer):
     def project(
         self, params: Params, x_BTD: jax.Array, before: Norm | None, run_config: RunConfig
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
-        """Returns queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and
-        the gate of the output, [B, T, N H], if it has one.
+        """Returns queries, keys and values by head, [B, T, N or K, H], after norms of all heads together.
+        Also returns the gate of the output, [B, T, N H], if it has one.
         """
         spec = self.spec
         wanted = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
@@ -145,7 +145,7 @@ class SoftmaxAttention(Mixer):
         return (q_BTNH, k_BTKH, v_BTKH), ys[3] if spec.output_gate else None
 
     def _only_queries(self, params, x_BTD, angles, before, run_config) -> jax.Array:
-        """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
+        """Returns queries by head, [B, T, N, H], of a layer without keys, after their norm and RoPE."""
         (q_BTI,) = products(x_BTD, [params["q"]], before=before, run_config=run_config)
         q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, self.head_dim)
         if self.spec.qk_norm:

@@ -2,7 +2,7 @@
 
 It is the state after a row's last token, so a row can go back only to 0 tokens. With P draft slots a row can
 also go back to any length since the last call began. A call of at most P tokens then leaves the state as it
-was and stores the tokens beside it, and the next call first applies those that were accepted.
+was and stores the tokens next to it. The next call first applies the tokens that were accepted.
 """
 
 from typing import Any, ClassVar, Self

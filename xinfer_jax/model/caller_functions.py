@@ -1,4 +1,4 @@
-"""Functions of callers, as edits of taps and logits processors: checks of them, and of what they return."""
+"""Checks of functions of callers (edits of taps, logits processors), and of their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +21,13 @@ def check_function(name: str, value: Any) -> None:
 
 
 def function_name(function: Callable) -> str:
-    """Its name, or that of the function that a `functools.partial` calls."""
+    """Returns the name of a function, or of the function that a `functools.partial` calls."""
     return getattr(getattr(function, "func", function), "__qualname__", None) or format_value(function)
 
 
 def call_function(what: str, function: Callable, *args: Any) -> Any:
-    """function(*args) within a trace. Raises InputError, which names it, where it takes a traced value for a
-    number.
+    """Calls function(*args) within a trace. Raises InputError, which names the function, if it takes a traced
+    value for a number.
     """
     try:
         return function(*args)
@@ -37,7 +37,9 @@ def call_function(what: str, function: Callable, *args: Any) -> Any:
 
 
 def check_result(what: str, function: Callable, got: Any, like: Any, where: str = "") -> None:
-    """Raises InputError if a caller's function has not returned arrays like these. where: of the call."""
+    """Raises InputError if a caller's function has not returned arrays like these. where: the place of the
+    call, for the message.
+    """
 
     def shapes(tree: Any) -> str:
         leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]

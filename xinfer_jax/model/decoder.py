@@ -209,8 +209,8 @@ def embed_inputs(
     cache: KVCache | None,
     run_config: RunConfig,
 ) -> tuple[jax.Array, Positions, tuple[LayerInputs, ...]]:
-    """The input of the first layer, [B, T, D]; the positions; and what each layer takes of the tokens. Of
-    the cache only the lengths matter, and whether it records routes.
+    """Returns the input of the first layer, [B, T, D], the positions, and the inputs of each layer. The cache
+    is used only for the lengths, and to know whether it records routes.
     """
     tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
     B, T = tokens_BT.shape
@@ -306,15 +306,15 @@ def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def lm_head(params: Params) -> Params:
-    """The parameters of the output projection; a tied model reuses its embedding matrix."""
+    """Returns the parameters of the output projection. A tied model reuses its embedding matrix."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
 def check_tokens(
     config: ModelConfig, tokens_BT: Any, num_tokens_B=None, inputs_BTD=None, cache=None, least: int = 1
 ) -> None:
-    """Raises InputError unless types and shapes agree, with at least `least` tokens a row; outside a trace
-    also where a value is out of range.
+    """Raises InputError unless types and shapes agree, with at least `least` tokens a row. Outside a trace it
+    also raises if a value is out of range.
     """
     if not isinstance(tokens_BT, jax.Array | np.ndarray):
         raise InputError(f"tokens must be an array of ids, as np.array makes of a list, got {tokens_BT!r}")

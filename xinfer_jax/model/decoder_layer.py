@@ -105,7 +105,9 @@ def _run_layer(layer, x_BTD, positions, inputs, caches, config, kind, run_config
 
 
 def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, spec: LayerSpec) -> jax.Array:
-    """x and the output of mixers or feed-forward, after its norm and factor; with neither that is the sum."""
+    """Adds the output of mixers or feed-forward to x, after its norm and factor. If it has neither, the
+    output already is the sum.
+    """
     factor = config.residual_multiplier
     if spec.post_norm:
         out_BTD = norm(out_BTD, layer, name, config)
@@ -151,11 +153,11 @@ def run_layers(
     """Runs several layers in order.
 
     Args:
-        layers, inputs: of each layer.
-        group: which layers these are.
+        layers, inputs: the parameters and inputs of each layer.
+        group: the group of these layers.
         x_BTD, positions, run_config: as in `run_layer`.
-        extras: of these layers.
-        caches: that `LayerGroup.caches` names.
+        extras: the extras of these layers.
+        caches: the caches that `LayerGroup.caches` names.
     """
     updated = list(caches)
     experts = []

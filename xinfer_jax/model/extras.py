@@ -1,4 +1,4 @@
-"""`Extras`: what rows bring along next to their tokens."""
+"""`Extras`: the arrays that rows bring along in addition to their tokens."""
 
 from typing import Any, NamedTuple
 

@@ -39,10 +39,11 @@ def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) ->
 def routes_of_layers(
     config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
 ) -> tuple[jax.Array | None, ...]:
-    """`LayerInputs.route_BTU` of each layer, from routes of all layers. None: `free_routes`.
+    """Returns `LayerInputs.route_BTU` of each layer, from routes of all layers. given: None: `free_routes`.
 
     Raises:
-        InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
+        InputError: the shape or type is another, or the model has no mixtures. Outside a trace also if there
+            is no such expert.
     """
     free = free_routes(config, tokens_shape)
     given = free if given is None else given
@@ -53,7 +54,7 @@ def routes_of_layers(
 
 
 def routes_used(experts: Sequence[jax.Array | None], positions: Positions) -> jax.Array:
-    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used; -1 at padding."""
+    """Returns routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used. -1 at padding."""
     B, T = positions.position_BT.shape
     of_mixtures = [x.reshape(B, T, -1) for x in experts if x is not None]
     is_real_BT = jnp.arange(T) < positions.num_tokens_B[:, None]

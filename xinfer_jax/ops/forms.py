@@ -31,9 +31,13 @@ def always(form: Callable) -> Callable:
 def choose(name: str, call: Call) -> Callable | None:
     """Returns the form of an operation for a call. None: `plain` serves.
 
-    Operands with symbolic dimensions, as of `jax.export`, have none. Others, in this order: a form for any
-    platform; one by kernels; the kernel that `impl` names, in programs for all devices; in programs for each
-    platform its kernel, or the platform's own form, or `plain`.
+    Operands with symbolic dimensions, as in `jax.export`, have no form. For other operands the first of these
+    is taken:
+
+    1. a form for any platform,
+    2. a form by kernels,
+    3. the kernel that `impl` names, in programs for all devices,
+    4. in programs for each platform, its kernel, or the platform's own form, or `plain`.
     """
     if any(array_module(*np.shape(x)) is not np for x in jax.tree.leaves(call.operands)):
         return None

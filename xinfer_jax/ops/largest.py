@@ -11,7 +11,9 @@ from .operation import run
 
 
 def argmax(logits_BV: jax.Array, run_config: RunConfig = DEFAULT) -> jax.Array:
-    """The index of each row's largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any."""
+    """Returns the index of each row's largest logit, int32 [B]. It is the lowest index of equal logits, or
+    the index of the first NaN if there is any.
+    """
     return run("argmax", plain_argmax, run_config, logits_BV=logits_BV)
 
 

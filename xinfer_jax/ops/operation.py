@@ -43,12 +43,12 @@ def run(
     operands.
 
     Args:
-        name: of the operation.
+        name: the name of the operation.
         plain, operands, static, run_config: as in `Call`.
-        derivative: what is differentiated in place of a form and of plain. None: these.
+        derivative: the function that is differentiated in place of a form and of plain. None: these are.
 
     Raises:
-        InputError: the named kernel does not support these operands; an operation may run plainly instead.
+        InputError: the named kernel does not support these operands. An operation may run plainly instead.
     """
     form = chosen_form(name, Call(plain, operands, static or {}, run_config))
     if derivative is None or form is None and derivative is plain:

@@ -19,7 +19,7 @@ def float_product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
 
 
 def dot(x: jax.Array, matrix: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Contracts the last axis of x with an axis of the matrix; accumulates in dtype."""
+    """Contracts the last axis of x with an axis of the matrix. Accumulates in dtype."""
     precision = float_precision(matrix.dtype)
     axes = ((x.ndim - 1,), (axis,)), ((), ())
     return lax.dot_general(x, matrix, axes, precision=precision, preferred_element_type=dtype)

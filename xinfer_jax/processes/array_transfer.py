@@ -67,10 +67,11 @@ class ArrayTransfer:
         """Returns the arrays of an offer of another process, once they are here.
 
         Args:
-            offer: from `offer`.
-            like: arrays of the same structure, shapes and types, where these have to be.
+            offer: the result of `offer`.
+            like: arrays of the same structure, shapes and types, on the devices on which the result has to
+                be.
             sent: the bytes that the other process sent, by the number of their array.
-            lost: whether the other process is gone.
+            lost: returns True if the other process is gone.
 
         Raises:
             ConnectionError: they have not come before they expired, or the other process is gone.

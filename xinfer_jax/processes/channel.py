@@ -45,8 +45,8 @@ Receive = Callable[[Message], object]
 
 
 class Channel:
-    """One end of a connection. It calls `receive`, on a thread of its own, with each message that comes, and
-    at the end with the message `GONE`.
+    """One end of a connection. On a separate thread it calls `receive` with each message that comes, and at
+    the end with the message `GONE`.
     """
 
     def __init__(self, connection: socket.socket, receive: Receive, secret: bytes, listens: bool):
@@ -230,10 +230,10 @@ def parse_host_port(what: str, text: str, least_port: int = 0, more: str = "") -
     """Returns the host and the port of HOST:PORT. Raises InputError for another text.
 
     Args:
-        what: names the text in errors, such as "--peers".
-        text: HOST:PORT; a host with colons has brackets.
+        what: the name of the text in errors, such as "--peers".
+        text: HOST:PORT. A host with colons has brackets.
         least_port: 0 lets the system choose a port.
-        more: what else the text may be, for an error.
+        more: another form that the text may have, for an error.
     """
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
@@ -243,7 +243,7 @@ def parse_host_port(what: str, text: str, least_port: int = 0, more: str = "") -
 
 def listen(host: str, port: int, what: str = "--coordinator") -> socket.socket:
     """Returns a server socket at an address, and at no other address. Raises InputError, also if other
-    machines cannot reach it. what: names the address in errors.
+    machines cannot reach it. what: the name of the address in errors.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

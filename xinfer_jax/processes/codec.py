@@ -29,7 +29,7 @@ def encode_message(value: Any) -> bytes:
 
 
 def decode_message(data: bytes) -> Any:
-    """Returns the value that `encode_message` encoded; tuples and sets become lists. Raises InputError for
+    """Returns the value that `encode_message` encoded. Tuples and sets become lists. Raises InputError for
     other data.
     """
     try:

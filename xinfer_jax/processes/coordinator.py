@@ -117,7 +117,7 @@ class Coordinator:
                 channel.send("start", port, own)
 
     def _child_ended(self, number: int, code: int, why: str, blames: int | None) -> None:
-        """Ends all if process 0's child ended in order; otherwise records the failure."""
+        """Ends all if process 0's child ended in order. Otherwise it records the failure."""
         if number == 0 and (code in (0, 1, 2) or code > 128):
             raise GroupEnd(code)
         if blames is not None:

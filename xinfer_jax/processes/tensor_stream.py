@@ -50,7 +50,7 @@ class TensorStream:
             self._messages.put(message)
 
     def close(self) -> None:
-        """Reads no more: what the trainer still sends is dropped."""
+        """Reads no more: messages that the trainer still sends are dropped."""
         self._closed = True
         self._messages = SimpleQueue()
 

@@ -20,22 +20,24 @@ def settings_per_row(
     vocab_size: int,
     all_settings: bool = False,
 ) -> SamplingConfig:
-    """Returns settings as arrays [B]: int32 where they count tokens, else float32.
+    """Returns settings as arrays [B]: int32 if they count tokens, otherwise float32.
 
-    The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
-    settings, where no row uses another. Else all settings: biases, allowed and
-    forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
-    the end of its L places, the others -1; lists of tokens become bool [B, V].
+    The result has one of two tree structures, so that few programs serve all requests:
+
+    - Plain: the first four settings, if no row uses another.
+    - All settings: biases, allowed and forbidden ids become one `logit_bias` [B, V]. `bad_words_ids` becomes
+      int32 [B, W, L], each sequence at the end of its L places, and -1 in the other places. Lists of tokens
+      become bool [B, V].
 
     Args:
-        sampling: one for all rows, numbers or arrays [B]; or one per row.
+        sampling: one for all rows, with numbers or arrays [B], or one per row.
         batch: B.
         vocab_size: V.
-        all_settings: return all settings even where no row uses them.
+        all_settings: True: return all settings even if no row uses them.
 
     Raises:
-        InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
-            vocabulary.
+        InputError: there is a sequence whose length is not the batch, a setting outside its range, or ids
+            outside the vocabulary.
     """
     rows = [sampling] if isinstance(sampling, SamplingConfig) else sampling
     if not isinstance(rows, list | tuple) or not all(isinstance(row, SamplingConfig) for row in rows):
@@ -78,10 +80,10 @@ def takes_most_likely(sampling_B: SamplingConfig) -> bool:
 
 
 def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
-    """Returns the settings of these rows; all settings of the other rows are off, so their work is skipped.
+    """Returns the settings of these rows. All settings of the other rows are off, so their work is skipped.
 
     Args:
-        sampling_B: from `settings_per_row`.
+        sampling_B: settings from `settings_per_row`.
         rows_B: bool.
     """
     numbers = [s for s in NUMBERS if s.plain or has_all_settings(sampling_B)]

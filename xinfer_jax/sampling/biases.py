@@ -83,7 +83,7 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
 
 
 def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Returns the distinct sequences of ids; raises InputError if they are not lists of token ids."""
+    """Returns the distinct sequences of ids. Raises InputError if they are not lists of token ids."""
     if isinstance(words, np.ndarray | jax.Array):
         raise InputError(f"{name} must be a list of lists of token ids, got an array")
     if not isinstance(words, list | tuple):
@@ -107,11 +107,12 @@ def is_bad_word_rows(words: Any) -> bool:
 
 
 def bad_word_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
-    """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, the others -1.
+    """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, and -1 in the
+    other places.
 
     Args:
-        name: of the setting, for errors.
-        settings: its value for all rows, or of each row; or one array from this function.
+        name: the name of the setting, for errors.
+        settings: its value for all rows, or of each row, or one array from this function.
         batch: B.
         vocab_size: V.
     """

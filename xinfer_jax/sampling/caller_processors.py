@@ -172,8 +172,9 @@ class Callers:
     def process(
         self, logits_BV: jax.Array, settings: SettingsOfRows, context: Context, warp: Callable
     ) -> tuple[jax.Array, jax.Array]:
-        """The logits that tokens are sampled from; and int32 [B]: -1 - i of the first processor i that gave a
-        row NaN, else the vocabulary's size. warp: what temperature and filters make of processed logits.
+        """Returns the logits that tokens are sampled from, and int32 [B]: -1 - i for the first processor i
+        that gave a row NaN, otherwise the vocabulary's size. warp: a function that applies temperature and
+        filters to processed logits.
         """
         known = self._context(context)
         (B, V) = logits_BV.shape
@@ -241,7 +242,9 @@ class Callers:
         return logits_BV, broken_B
 
     def _if_any(self, has_B: Any, changed: Callable, old: Any) -> Any:
-        """changed(); where rows have different processors, only if any of them has this one."""
+        """Returns changed(). If rows have different processors, it does so only if any of them has this
+        one.
+        """
         return changed() if self.uses_BP is None else lax.cond(jnp.any(has_B), changed, lambda: old)
 
     def _context(self, context: Context) -> SamplingContext:
@@ -266,11 +269,12 @@ def _where_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | None:
-    """Those of a call's rows, before `start`: the arguments are in place of the states. None: tokens
-    are chosen without them.
+    """Returns the callers of a call's rows, before `start`: the arguments are in place of the states. None:
+    tokens are chosen without them.
 
     Raises:
-        InputError: processors or functions of another type; arguments of another type or number of rows.
+        InputError: processors or functions have another type, or arguments have another type or number of
+            rows.
     """
     check_function("sample", sample)
     check_function("stop", stop)
@@ -340,7 +344,7 @@ def _of_rows(arguments: Any, rows: int) -> Any:
 
 
 def end_rows(stop: Callable, state: Any) -> Any:
-    """The `DecodeState` in which rows have also ended where a caller's function of it says so."""
+    """Returns the `DecodeState` in which rows have also ended if a caller's function of it says so."""
     ends_B = call_function("stop", stop, state)
     finished_B = jnp.asarray(state.finished_B)
     check_result("stop", stop, ends_B, finished_B)

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of alternatives, before and after the processors; logits."""
+"""Log-probabilities of sampled tokens and of alternatives, before and after the processors, and logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -84,13 +84,14 @@ def record_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, sampled_from: Callable[[], jax.Array],
     token_B: jax.Array,
 ) -> Alternatives:  # fmt: skip
-    """Records each row's token in its column; columns beyond the arrays are dropped. What is None stays.
+    """Records each row's token in its column. Columns beyond the arrays are dropped. Fields that are None
+    stay.
 
     Args:
-        old: what was recorded before.
+        old: the record before.
         column_B: int32.
-        logits_BV: before any processor.
-        sampled_from: gives the logits that the tokens were sampled from; from `choose_tokens`.
+        logits_BV: logits before any processor.
+        sampled_from: a function from `choose_tokens` that gives the logits that the tokens were sampled from.
         token_B: int32.
     """
     if old.wanted_B is not None:
@@ -119,8 +120,8 @@ def record_alternatives(
 def if_wanted(
     old: Alternatives, column_B: jax.Array, record: Callable[[Alternatives], Alternatives]
 ) -> Alternatives:
-    """`record(old)`, or `old` where no row that asked for alternatives has a column within the arrays: top-k
-    over the vocabulary is skipped. `record` gets alternatives that all rows want.
+    """Returns `record(old)`. If no row that asked for alternatives has a column within the arrays, it returns
+    `old`: top-k over the vocabulary is skipped. `record` gets alternatives that all rows want.
     """
     if old.wanted_B is None:
         return record(old)

@@ -58,10 +58,11 @@ def key_from_seed(seed: int) -> jax.Array:
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
+    """Returns one key per row: `fold_in(key, row)` of one key, or the keys themselves if there is one per
+    row.
 
     Raises:
-        InputError: as `check_key`.
+        InputError: as in `check_key`.
     """
     key = check_key(key, batch)
     return key if key.ndim else FOLD_IN(key, array_module(batch).arange(batch))

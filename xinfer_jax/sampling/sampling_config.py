@@ -150,7 +150,9 @@ def _is_valid(setting: Setting, value: Any) -> bool:
 
 
 def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig] | None, row: int = 0) -> int:
-    """`min_tokens` of a row of checked settings: one for all rows, or one per row; 0 for None."""
+    """Returns `min_tokens` of a row of checked settings, which have one for all rows, or one per row. It is 0
+    for None.
+    """
     if sampling is None:
         return 0
     settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]

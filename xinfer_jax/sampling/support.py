@@ -23,7 +23,9 @@ def pack_support(logits_BV: jax.Array) -> jax.Array:
 
 
 def keep_support(logits_BTV: jax.Array, support_BTW: jax.Array) -> jax.Array:
-    """The logits of the ids in each token's mask; others become -inf. A mask without any id keeps all."""
+    """Returns the logits of the ids in each token's mask. Others become -inf. A mask without any id keeps
+    all.
+    """
     id_V = np.arange(logits_BTV.shape[-1], dtype=np.uint32)
     is_in_BTV = (support_BTW[..., id_V // 32] >> (id_V % 32) & 1) > 0
     is_empty_BT1 = jnp.all(support_BTW == 0, -1, keepdims=True)

@@ -26,7 +26,7 @@ class AdapterEndpoints:
         self._service = service
 
     async def load(self, request: HTTPRequest) -> Response:
-        """Adds an adapter; with load_inplace replaces the one of its name."""
+        """Adds an adapter. With load_inplace it replaces the adapter with the same name."""
         return await self._respond(request, self._load)
 
     async def unload(self, request: HTTPRequest) -> Response:

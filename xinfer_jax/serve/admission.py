@@ -29,7 +29,9 @@ class AdmissionControl:
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
     def admit(self, client: str, address: str) -> "Reservation":
-        """A reservation of nothing yet, for a request of this client; APIError 429 if no answer has room."""
+        """Returns a reservation of nothing yet, for a request of this client. Raises APIError 429 if no
+        answer has room.
+        """
         with self._lock:
             self._check("answers", client, 1, 1)
         return Reservation(self, client, address)
@@ -87,13 +89,13 @@ class Reservation:
     amounts: dict[str, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
     def reserve(self, **amounts: int) -> None:
-        """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`; APIError 429,
-        or 400 if the request alone exceeds a limit.
+        """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`, and APIError
+        429, or 400 if the request alone exceeds a limit.
         """
         self._admission.update(self, amounts)
 
     def arrive(self, seconds: float) -> AbstractAsyncContextManager[Arrival]:
-        """Within, the body of the request arrives, in so many seconds: see `Arrivals`."""
+        """Within the block, the body of the request arrives, in this number of seconds: see `Arrivals`."""
         return self._admission.arrivals.receive((self.client, self.address), seconds)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The chunks of a streamed response: what is new of each answer."""
+"""The chunks of a streamed response, each with the new part of an answer."""
 
 import asyncio
 import dataclasses
@@ -51,13 +51,15 @@ class ChoiceStream:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of the usage so far: those that were sent; at the end the EOS too."""
+        """The tokens of the usage so far: tokens that were sent and, at the end, the EOS too."""
         if not self._parsed.max_tokens:
             return 0
         return len(self.answer.logprobs) if self.ended else self._num_tokens
 
     def next_choice(self) -> tuple[dict[str, Any] | None, bool]:
-        """The choice of the next chunk, None if nothing is new; and whether there is more already."""
+        """Returns the choice of the next chunk, or None if nothing is new, and True if there is more
+        already.
+        """
         answer = self.answer
         request = answer.request
         parsed = self._parsed
@@ -189,7 +191,7 @@ async def _choices(
 
 
 def check_answer(answer: Answer) -> None:
-    """Raises the error that ended an answer; APIError if the deadline passed before it had a token."""
+    """Raises the error that ended an answer. Raises APIError if the deadline passed before it had a token."""
     answer.request.raise_error()
     if answer.ended_by == "deadline" and not answer.logprobs:
         raise APIError(503, "the server's deadline passed before the answer had a token: try again later")

@@ -305,11 +305,12 @@ def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[Base
     """Loads the model and makes the engine.
 
     Args:
-        service: that gets the engine.
-        flags: of the command.
-        peers: where other processes connect, and their secret. None: the engine is in this process.
-        trainers: where trainers send weights, and their secret. None: none do.
-        failed: an error is appended.
+        service: the service that gets the engine.
+        flags: the flags of the command.
+        peers: the address to which other processes connect, and their secret. None: the engine is in this
+            process.
+        trainers: the address to which trainers send weights, and their secret. None: none do.
+        failed: a list to which an error is appended.
     """
     from ..cli.answer import sampling_from_flags
     from ..cli.startup import open_model

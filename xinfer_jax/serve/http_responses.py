@@ -1,4 +1,4 @@
-"""Sends responses: errors, JSON bodies and server-sent events. A client that reads nothing is disconnected; a
+"""Sends responses: errors, JSON bodies and server-sent events. A client that reads nothing is disconnected. A
 disconnected client is noticed at once.
 
 Waits are bounded by `asyncio.timeout`: `asyncio.wait_for` may swallow a cancellation on Python 3.11, and then
@@ -98,8 +98,8 @@ def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: floa
 def typed_event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Server-sent events whose names are the `type` of each object. events: as in `event_stream`; they raise
-    no errors.
+    """Sends server-sent events whose names are the `type` of each object. events: as in `event_stream`. They
+    raise no errors.
     """
 
     async def parts() -> AsyncIterator[bytes]:

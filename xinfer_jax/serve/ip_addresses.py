@@ -11,7 +11,9 @@ Networks = tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
 
 
 def parse_networks(texts: Sequence[str]) -> Networks:
-    """Parses networks such as 10.0.0.0/24; an address is a network of one. That of all is an InputError."""
+    """Parses networks such as 10.0.0.0/24. An address is a network of one. Raises InputError for the network
+    of all addresses.
+    """
     found = []
     for text in texts:
         try:

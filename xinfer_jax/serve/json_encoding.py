@@ -43,7 +43,9 @@ def object_to_json(fields: dict[str, Any], **encoded: bytes) -> bytes:
 
 
 def objects_to_json(fields: dict[str, Any], name: str, values: Iterable[Any]) -> bytes:
-    """Encodes an object as JSON. values: of one more field, a list; they are encoded one by one."""
+    """Encodes an object as JSON. values: the values of one more field, a list. They are encoded one by
+    one.
+    """
     return object_to_json(fields, **{name: join_json(map(to_json, values))})
 
 

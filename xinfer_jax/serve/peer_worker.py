@@ -68,7 +68,9 @@ class PeerWorker:
         threading.Thread(target=self._send_counts, daemon=True).start()
 
     def run(self, stop: threading.Event) -> str:
-        """Handles messages until the front process is gone; returns why. "": it closed, or `stop` is set."""
+        """Handles messages until the front process is gone. Returns the reason. "": it closed, or `stop` is
+        set.
+        """
         handlers: dict[str, Callable[..., None]] = dict(
             submit=self._submit, send=self._send, receive=self._receive, release=self._release,
             forget=self._endpoint.forget, drop=self._drop,
@@ -159,7 +161,7 @@ class PeerWorker:
             self._channel.send(name, ticket, *args)
 
     def _offer(self, target: int, contents: Any) -> None:
-        """Offers a row to the process where it has the ticket `target`."""
+        """Offers a row to the process that knows it by the ticket `target`."""
 
         def send_array(number: int, array: np.ndarray) -> None:
             self._channel.send("pages", target, ["array", number, array])

@@ -29,10 +29,11 @@ class ResponsesAnswer:
     def __init__(
         self, request: ResponsesRequest, parsed: ParsedBody, tokenizer: Tokenizer, head: Mapping[str, Any]
     ):
-        """
+        """Makes an answer.
+
         Args:
-            request: what was asked.
-            parsed: the same as a chat.
+            request: the body of the request.
+            parsed: the same request as a chat.
             tokenizer: counts the tokens of reasoning.
             head: id, created, model and seed.
         """
@@ -124,7 +125,7 @@ class ResponsesAnswer:
 
 
 def _item_to_json(item: dict[str, Any]) -> bytes:
-    """The JSON of an item; log-probabilities are encoded one by one."""
+    """Returns the JSON of an item. Log-probabilities are encoded one by one."""
     (part,) = item.get("content") or [{}]
     if "logprobs" not in part:
         return to_json(item)

@@ -72,7 +72,7 @@ class Service:
         self.defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions, engine: Any = None) -> None:
-        """Makes the engine, unless it is given; afterwards the service can answer."""
+        """Makes the engine, unless it is given. Afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.tokenizer = model.tokenizer
@@ -299,6 +299,6 @@ async def _wait_until_ended(requests: Sequence[Request]) -> None:
 
 
 def _key(request: HTTPRequest) -> bytes:
-    """The key of a request; b"": it has none."""
+    """Returns the key of a request, or empty bytes if it has none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes as received

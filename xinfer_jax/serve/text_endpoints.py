@@ -208,7 +208,9 @@ class TextEndpoints:
         return response
 
     async def _scores(self, reservation: Reservation, pairs: Pairs) -> tuple[list[float], dict[str, int]]:
-        """Computes the scores in batches, of which only one of all clients runs at a time; and the usage."""
+        """Computes the scores in batches, of which only one of all clients runs at a time. Returns the scores
+        and the usage.
+        """
         model = self._model
         lengths = pairs.lengths()
         scores = list[float]()

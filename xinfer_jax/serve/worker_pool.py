@@ -89,10 +89,10 @@ class WorkerPool:
         self._exclusive = FairLock()
 
     async def run(self, client: str, large: bool, work: Callable[[], Any], exclusive: bool = False) -> Any:
-        """Returns what the work returns. If this call is cancelled while it waits, the work never runs; a
-        running job counts against the limits until it ends, even if nobody waits for it.
+        """Runs the work and returns its result. If this call is cancelled while it waits, the work never
+        runs. A running job counts against the limits until it ends, even if nobody waits for it.
 
-        exclusive: the job uses all cores; only one such job runs at a time.
+        exclusive: True: the job uses all cores. Only one such job runs at a time.
         """
         per_client = self._per_client.get((client, large)) or asyncio.Semaphore(1)
         self._per_client[client, large] = per_client

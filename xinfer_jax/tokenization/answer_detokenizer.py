@@ -12,22 +12,22 @@ from .tokenizer import Tokenizer
 class AnswerDetokenizer:
     """Decodes the ids of one answer as they arrive, up to the first stop string.
 
-    Of a control token of Harmony a stop string has all or nothing.
+    A stop string never has a part of a control token of Harmony: it has all of the token or nothing.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         stops: the stop strings.
-        include_stop: the text includes the stop string.
-        skip_special_tokens, marked: as of `IncrementalDetokenizer`.
-        min_tokens: a stop string that ends within so many first tokens does not count.
-        content_after: stop strings count in the content only, not in the reasoning or, in Harmony, in calls;
-            this is what the prompt has of the answer already: <think>, a header of Harmony, or "". None: they
-            count everywhere.
+        include_stop: True: the text includes the stop string.
+        skip_special_tokens, marked: as in `IncrementalDetokenizer`.
+        min_tokens: a stop string that ends within this number of first tokens does not count.
+        content_after: the part of the answer that the prompt has already: <think>, a header of Harmony, or
+            "". If it is given, stop strings count in the content only, not in the reasoning or, in Harmony,
+            in calls. None: they count everywhere.
         end_ids: EOS and stop ids, which have no text here.
 
     Attributes:
-        ended: no more text comes, as after a complete stop string.
-        stop_string: the one that ended the text. None: none did.
+        ended: no more text comes, for example after a complete stop string.
+        stop_string: the stop string that ended the text. None: none did.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ def stop_prefix_start(stops: tuple[str, ...], text: str) -> int:
 
 @functools.lru_cache(8)
 def _prefixes(stops: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """The starts of the stop strings, without the strings, and the most characters of one; cached, since all
-    answers of a request share them. The most take 4 MiB.
+    """Returns the starts of the stop strings, without the strings, and the most characters of one. They are
+    cached, since all answers of a request share them. The most take 4 MiB.
     """
     prefixes = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
     return prefixes, max(map(len, prefixes), default=0)

@@ -49,14 +49,14 @@ def prompt_ids(
     add_special_tokens: bool = True,
     truncate: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt: at least one; there may be more than the limit. Other arguments and errors
-    are as of `xinfer_jax.encode_prompt`.
+    """Returns the token ids of a prompt, at least one. There may be more than the limit. Other arguments and
+    errors are the same as in `xinfer_jax.encode_prompt`.
 
     Args:
-        limit: tokens of the model's context. A text whose length alone shows that it has more raises
+        limit: the tokens of the model's context. A text whose length alone shows that it has more raises
             ContextLengthError.
-        chat: of a prompt that is not raw.
-        truncate: the caller truncates the ids, so a text longer than the context is accepted.
+        chat: the options of a prompt that is not raw.
+        truncate: True: the caller truncates the ids, so a text longer than the context is accepted.
     """
     system = chat.system
     if system is not None and not isinstance(system, str):
@@ -148,7 +148,7 @@ def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) ->
 
 
 def _check_messages(prompt: Any, limit: int, template: str) -> list[dict[str, Any]]:
-    """The messages of a conversation, for the chat template; a text becomes a user's message."""
+    """Returns the messages of a conversation, for the chat template. A text becomes a user's message."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError(f"the prompt is empty: got {format_value(prompt)}, give some text")

@@ -213,7 +213,7 @@ def _around(backend: Backend, texts: Mapping[str, str], names: list[str]) -> Any
 
 
 def _list(found: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    """An array of the metadata, not empty; its items have one type."""
+    """Returns an array of the metadata, which is not empty. Its items have one type."""
     value = found.get(name)
     types = (int, float) if kind is float else kind
     if not isinstance(value, list) or not value or not isinstance(value[0], types):
@@ -273,7 +273,9 @@ def _sentencepiece(found: Mapping[str, Any], tokens: list[str], kinds: list[int]
 def _scored_merges(
     scores: list[float], tokens: list[str], kinds: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """All pairs of tokens that are a token, those of the highest score first; user-defined tokens have 0."""
+    """Returns all pairs of tokens that are a token, the pairs of the highest score first. User-defined tokens
+    have score 0.
+    """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise InputError(f"{_KEY}tokens has tokens of up to {max(map(len, tokens))} characters: too long")
     merges = []

@@ -144,9 +144,9 @@ def _bounded(found: re.Match[str]) -> str:
 
 
 def _regular(pattern: str, blanks_may_touch: bool = False) -> Tree:
-    """The tree of a pattern for whose matches `re` needs no long search: of two repetitions one begins with a
-    character that the other lacks, or something between them does. Raises NotRegularError.
-    blanks_may_touch: repetitions of spaces may stand beside others.
+    """Returns the tree of a pattern for whose matches `re` needs no long search. For every two repetitions,
+    one begins with a character that the other lacks, or something between them does. Raises NotRegularError.
+    blanks_may_touch: True: repetitions of spaces may stand next to others.
     """
     tree = parse_regex(re.sub(r"\(\?P<\w+>", "(?:", pattern))
     parts = [*_parts(tree)]
@@ -164,7 +164,9 @@ _SPACES = parse_regex(r"\s")[1][0]
 
 
 def _parts(tree: Tree, must: bool = True) -> Iterator[tuple[Ranges, bool, bool]]:
-    """Sets of characters in order; whether each may repeat, and whether it must occur."""
+    """Returns sets of characters in order. For each set it says whether it may repeat, and whether it must
+    occur.
+    """
     kind = tree[0] if tree else ""
     if kind in ("join", "or"):
         for one in tree[1]:

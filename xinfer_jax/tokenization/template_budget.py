@@ -49,7 +49,9 @@ _PERCENT_FIELD = re.compile(r"%(?:\([^()]*\))?([-+ #0-9.*_^]*)")
 
 
 def _size(value: Any, most: float = float("inf"), depth: int = _MAX_DEPTH) -> int:
-    """The cost of printing or comparing a value with all its items; beyond `most`, any number above it."""
+    """Returns the cost of printing or comparing a value with all its items. Beyond `most`, it is any number
+    above it.
+    """
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -95,8 +97,8 @@ class TemplateBudget:
         return units
 
     def spend_result(self, value: Any) -> Any:
-        """Spends the cost of a new value, without the items that it only refers to. Returns the value; an
-        iterator as a list.
+        """Spends the cost of a new value, without the items that it only refers to. Returns the value. An
+        iterator is returned as a list.
         """
         if isinstance(value, abc.Iterator):
             items = []

@@ -118,7 +118,7 @@ def transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def typed_arguments(arguments: Any, parameters: Parameters) -> dict[str, Any]:
-    """The arguments of a call as an object: texts are read as JSON where the schema's types say so."""
+    """Returns the arguments of a call as an object. A text is read as JSON if the schema's types say so."""
     if isinstance(arguments, str) and arguments:
         arguments = parse_json(arguments)
     arguments = arguments or {}

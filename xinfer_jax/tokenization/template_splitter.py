@@ -1,4 +1,4 @@
-"""`TemplateSplitter`: an answer's reasoning, content and calls, as a `ResponseTemplate` tells them apart."""
+"""`TemplateSplitter`: splits an answer into reasoning, content and calls, by a `ResponseTemplate`."""
 
 import dataclasses
 import re
@@ -15,10 +15,11 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class TemplateSplitter:
-    """Splits an answer, in parts as it is generated or whole. What may become a mark is held back until then.
+    """Splits an answer, in parts as it is generated or whole. Characters that may become a mark are held back
+    until then.
 
-    A call whose field ends is returned whole. One that cannot be parsed, or of another function, is content.
-    Reasoning that is not closed may end in calls, as in `ReasoningParser`.
+    A call whose field ends is returned whole. A call that cannot be parsed, or of another function, is
+    content. Reasoning that is not closed may end in calls, as in `ReasoningParser`.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class TemplateSplitter:
         return [*((field, field.open) for field in self._template.fields if field.open is not None), *close]
 
     def _next_mark(self, text: str, ended: bool) -> tuple[TemplateField | None, re.Match[str]] | None:
-        """The first mark that is decided: the longest where several begin, then one that opens a field."""
+        """Returns the first mark that is decided. If several begin at one place, it is the longest, then one
+        that opens a field.
+        """
         held = len(text) if ended else self._held(text)
         if not held:
             return None
@@ -142,7 +145,7 @@ class TemplateSplitter:
             self._begun.add(kind)
 
     def _end(self, closed_by: str) -> None:
-        """The field ends; the text after it belongs to the field without an opening."""
+        """Ends the field. The text after it belongs to the field without an opening."""
         field = self._field
         if field is not None and _kind(field) == "calls":
             try:

@@ -292,7 +292,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 def _add_declared_tokens(
     backend: tokenizers.Tokenizer, path: Path, settings: dict[str, Any]
 ) -> dict[str, str]:
-    """Adds the tokens that the checkpoint declares, as transformers does; returns the named ones' texts."""
+    """Adds the tokens that the checkpoint declares, as transformers does. Returns the texts of the named
+    ones.
+    """
     declared = settings.get("added_tokens_decoder")
     if declared is None:
         settings = settings | (read_json(path / "special_tokens_map.json") or {})

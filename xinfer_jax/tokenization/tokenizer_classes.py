@@ -146,15 +146,15 @@ _OTHER_CLASSES = (
 def follow_settings(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Changes the tokenizer as transformers does. Warns, with a sentence, of what is not followed.
+    """Changes the tokenizer as transformers does. Warns, with a sentence, of settings that are not followed.
 
     Args:
-        backend: from tokenizer.json.
-        settings: of tokenizer_config.json.
-        config: of config.json.
+        backend: the tokenizer from tokenizer.json.
+        settings: the content of tokenizer_config.json.
+        config: the content of config.json.
 
     Returns:
-        The special tokens by name where the settings do not name them.
+        The special tokens by name that the settings do not name.
     """
     tokens = _follow_class(backend, settings, config)
     _fix_mistral_words(backend, settings, config)

@@ -77,7 +77,9 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 def described_properties(
     where: str, schema: Mapping[str, Any], name: re.Pattern[str], lacks: str
 ) -> dict[str, Any]:
-    """Returns the properties that a schema describes or requires. lacks: what their names may not have."""
+    """Returns the properties that a schema describes or requires. lacks: characters that their names may not
+    have.
+    """
     check_keywords(where, schema, OF_OBJECTS)
     described: dict[str, Any] = dict(schema.get("properties") or {})
     others = schema.get("additionalProperties") or {}

@@ -94,17 +94,19 @@ class SpelledControlTokens:
 
 
 class HarmonyParser:
-    """Splits an answer into reasoning, content and calls, as `ReasoningParser`.
+    """Splits an answer into reasoning, content and calls, as `ReasoningParser` does.
 
-    Messages on the channel `analysis` are reasoning. Those to a function that may be called are calls. All
-    others are content: `final`, what a model says on `commentary` before its calls (OpenAI: unlike the
-    reasoning, it is intended for users), and calls of other functions. Messages of a kind are separated by a
-    newline.
+    - Messages on the channel `analysis` are reasoning.
+    - Messages to a function that may be called are calls.
+    - All other messages are content: `final`, the text that a model writes on `commentary` before its calls
+      (OpenAI: unlike the reasoning, it is intended for users), and calls of other functions.
+
+    Messages of a kind are separated by a newline.
     """
 
     def __init__(self, calls: ToolCallParser | None, names: Collection[str] | None, header: str):
-        """calls: takes the calls. None: they are content. header: what follows the last <|start|> of the
-        prompt, with control tokens as characters.
+        """Makes a parser. calls: the parser of calls. None: calls are content. header: the text after the
+        last <|start|> of the prompt, with control tokens as characters.
         """
         self._calls = calls
         self._names = names
@@ -155,7 +157,7 @@ class HarmonyParser:
         return self._leave_header() + text[room:]
 
     def _leave_header(self) -> str:
-        """Begins a message of content, with the text of what is no header."""
+        """Begins a message of content, with the text that is no header."""
         text = _MARK.sub("", self._header[self._given :])
         self._begin_message("")
         return text

@@ -1,8 +1,8 @@
 """`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
 
-Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
-write them as JSON in a text, or write some of them next to the name. They write a brace too many, and several
-objects or a list for one call.
+Models also write other forms. They put {"type": "function", "function": {…}} around it, leave arguments out
+if there are none, write them as JSON in a text, or write some of them next to the name. They write a brace
+too many, and several objects or a list for one call.
 """
 
 import json

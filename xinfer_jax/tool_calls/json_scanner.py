@@ -1,4 +1,4 @@
-"""`JSONObjectScanner`: finds where a JSON object ends in a text that is still being generated."""
+"""`JSONObjectScanner`: finds the end of a JSON object in a text that is still being generated."""
 
 import dataclasses
 import re
@@ -58,7 +58,7 @@ class JSONObjectScanner:
         return at
 
     def _take(self, character: str) -> bool:
-        """Moves to the next state; whether this character is a part of what was before."""
+        """Moves to the next state. Returns True if this character belongs to the part before."""
         if self._state == "literal":
             self.failed = not _LITERAL.fullmatch(self._literal)
             self._literal = ""

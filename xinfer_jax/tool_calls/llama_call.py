@@ -1,4 +1,5 @@
-"""`LLAMA3_JSON`: calls as Llama 3 writes them, {"name": …, "parameters": {…}}; {"name": …}.
+"""`LLAMA3_JSON`: calls as Llama 3 writes them, one or several with semicolons between: {"name": …,
+"parameters": {…}}.
 
 There is no mark around them: an answer begins with one, perhaps after <|python_tag|>.
 """

@@ -117,7 +117,9 @@ class Parameters:
                 pending.append(self._target(path))
 
     def merged(self, schema: Any) -> Any:
-        """The schema with the keywords that it has by $ref and allOf; as it is if two of them differ."""
+        """Returns the schema with the keywords that it has by $ref and allOf. If two keywords differ, it
+        returns the schema as it is.
+        """
         if not isinstance(schema, Mapping) or not {"$ref", "allOf"} & schema.keys():
             return schema
         found: dict[str, Any] = {}

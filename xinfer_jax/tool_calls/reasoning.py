@@ -20,7 +20,9 @@ class ReasoningParser:
     """
 
     def __init__(self, in_reasoning: bool, calls: ToolCallParser | None = None):
-        """in_reasoning: the prompt ends within the reasoning. calls: takes the content apart."""
+        """Makes a parser. in_reasoning: True: the prompt ends within the reasoning. calls: a parser that
+        splits the content.
+        """
         self._calls = calls
         self._trailing = calls.trailing() if calls else None
         self._state = "reasoning" if in_reasoning else "start"
@@ -96,7 +98,7 @@ class ReasoningSplitter:
     """Splits an answer into parts that are content, and others, in the order of the text."""
 
     def __init__(self, start: str):
-        """start: what the prompt has of the answer already, such as <think>."""
+        """Makes a splitter. start: the part of the answer that the prompt has already, such as <think>."""
         self._parser = ReasoningParser(False)
         self._parser.push(start, False)
         self._unknown = ""  # may be the beginning of <think>, or content

@@ -43,9 +43,9 @@ class _Call:
 class ToolCallParser:
     """Splits a text into content and calls, in parts as it is generated or whole.
 
-    A call that is malformed, incomplete or of a function that is not known comes back as text. Its name and
-    the beginning of its arguments may have been returned by then; its index is not used again. Whitespace
-    beside calls is left out, but for that between two texts.
+    A call that is malformed, incomplete or of an unknown function comes back as text. Its name and the
+    beginning of its arguments may have been returned by then. Its index is not used again. Whitespace next to
+    calls is left out, except between two texts.
 
     Attributes:
         calls: id, name and arguments' JSON of each complete call.
@@ -58,8 +58,8 @@ class ToolCallParser:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """forms: of calls. parameters: the schema of each function that may be called. None: any function.
-        The others are as in `AnswerParser`.
+        """Makes a parser. forms: the forms of calls. parameters: the schema of each function that may be
+        called. None: any function. The other arguments are the same as in `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
         self._forms = forms
@@ -190,7 +190,7 @@ class ToolCallParser:
         return call.raw[call.start + parser.length :]
 
     def _push_failed(self, call: _Call) -> str:
-        """The text up to what is wrong, or up to the mark that ends a call, becomes content."""
+        """Turns the text up to the error, or up to the mark that ends a call, into content."""
         cut = max(call.start + 1, call.start + call.parser.length) if call.parser.failed else len(call.raw)
         if end := self._call_ends.search(call.raw, call.start, cut):
             cut = end.end()

@@ -22,7 +22,9 @@ _MIN_BLOCK = 16  # the narrowest; on the host a matrix of this size is a factor 
 
 
 def hadamard_rotate(x: jax.Array, width: int) -> jax.Array:
-    """Returns x [..., I] rotated in blocks of that width; computed in float32, of the type of x."""
+    """Returns x [..., I] rotated in blocks of that width. It is computed in float32, and has the type of
+    x.
+    """
     x_RW = x.astype(jnp.float32).reshape(-1, width) * _signs(width)
     return _multiply(x_RW).reshape(x.shape).astype(x.dtype)
 
@@ -38,7 +40,7 @@ def _multiply(x_RW: jax.Array) -> jax.Array:
 
 
 def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
-    """`hadamard_rotate` of float32, in products so small that BLAS starts no threads of its own."""
+    """Does the same as `hadamard_rotate` in float32, in products so small that BLAS starts no threads."""
     x = (x_RI.reshape(-1, width) * _signs(width)).reshape(-1, width // _MIN_BLOCK, _MIN_BLOCK)
     return (_hadamard(width // _MIN_BLOCK) @ (x @ _hadamard(_MIN_BLOCK))).reshape(x_RI.shape)
 
@@ -64,7 +66,7 @@ def _signs(width: int) -> np.ndarray:
 
 
 def _parity(number: np.ndarray) -> np.ndarray:
-    """Returns -1 where an odd number of bits is set, else 1."""
+    """Returns -1 if an odd number of bits is set, otherwise 1."""
     for shift in (16, 8, 4, 2, 1):
         number = number ^ number >> shift
     return 1 - 2 * (number & 1).astype(np.float32)

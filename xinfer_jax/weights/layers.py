@@ -45,9 +45,9 @@ def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: jax.Array | None = None
 ) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in float32. No
-    offset: it is rounded to the dtype of x, and then multiplied by the weight. mean: the mean of squares,
-    [..., 1], where x has only a part of the features.
+    """Returns the root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in
+    float32. Without an offset it is rounded to the dtype of x, and then multiplied by the weight. mean: the
+    mean of squares, [..., 1], if x has only a part of the features.
     """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
@@ -58,7 +58,7 @@ def rms_norm(
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """x after the RMS norm of that name. mean: as in `rms_norm`."""
+    """Returns x after the RMS norm of that name. mean: as in `rms_norm`."""
     return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean)
 
 
@@ -93,9 +93,13 @@ def linear(
     residual: jax.Array | None = None,
     run_config: RunConfig = PLAIN,
 ) -> jax.Array:
-    """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
-    over: a mesh axis along which I is sharded; the devices' products are summed. residual: None, or what is
-    added to the result. run_config: as in `products`.
+    """Returns x @ weight.T + bias, [..., I] -> [..., O].
+
+    Args:
+        leaf: "weight", [O, I] or quantized, and "bias", [O] or absent.
+        over: a mesh axis along which I is sharded. The devices' products are summed.
+        residual: None, or an array that is added to the result.
+        run_config: as in `products`.
     """
     dtype = out_dtype or x.dtype
     if over is not None:
@@ -115,21 +119,21 @@ def products(
     dtype: jnp.dtype | None = None,
     run_config: RunConfig = PLAIN,
 ) -> list[jax.Array]:
-    """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all. The
-    operation "apart" keeps XLA from fusing what is before and after the products, where a form wants that (on
-    TPUs).
+    """Returns x @ weight.T + bias for each leaf: [..., I] -> [..., O]. They are one kernel if there is one
+    for all. The operation "apart" keeps XLA from fusing the operations before and after the products, if a
+    form wants that (on TPUs).
 
     Args:
         x: activations.
         leaves: as in `linear`.
         before: None, or a norm of x.
-        activation: None; or of two leaves the result is activation(first) * second.
-        residual: None, or what is added to the only result.
-        dtype: of the results. None: that of x.
+        activation: None, or an activation. With it, two leaves give the result activation(first) * second.
+        residual: None, or an array that is added to the only result.
+        dtype: the dtype of the results. None: the dtype of x.
         run_config: its `impl` names a kernel.
 
     Returns:
-        A result for each leaf; one with an activation.
+        A result for each leaf, or one result with an activation.
     """
     static: dict[str, Any] = dict(activation=activation, dtype=dtype or x.dtype)
     operands: dict[str, Any] = dict(x=x, leaves=leaves, before=before, residual=residual)
@@ -180,13 +184,14 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
-    """Cosine and sine of the rotary angles (Su et al. 2021), float32.
+    """Returns cosine and sine of the rotary angles (Su et al. 2021), float32.
 
     Args:
-        config: the model; its RoPE configs say how frequencies are scaled.
+        config: the model. Its RoPE configs say how frequencies are scaled.
         position_BT: absolute positions.
-        length_B: the length by which `dynamic` and `longrope` choose frequencies: without a cache the row's
-            tokens; with one the longest that the row may become, 0 where that is not said.
+        length_B: the length by which `dynamic` and `longrope` choose frequencies. Without a cache it is the
+            number of the row's tokens. With a cache it is the longest that the row may become, or 0 if that
+            is not known.
 
     Returns:
         For each of `ModelConfig.ropes` cos and sin, [B, T, P], of the P pairs of a head that it rotates.
@@ -216,8 +221,8 @@ def rope_powers(rope: RopeConfig, width: int) -> np.ndarray:
 
 
 def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
-    """RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle; the rest
-    of a head stays.
+    """Applies RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle.
+    The rest of a head stays.
     """
     cos = cos_BTP[:, :, None]
     sin = sin_BTP[:, :, None]

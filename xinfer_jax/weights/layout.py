@@ -109,7 +109,7 @@ def layer_partition_specs(
 
 
 def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
-    """Returns the `PartitionSpec`s of parameters or of their specs; a quantized matrix is a leaf of them."""
+    """Returns the `PartitionSpec`s of parameters or of their specs. A quantized matrix is one leaf."""
     leaf_specs = partial(_leaf_specs, mesh=mesh, rules=rules)
     return jax.tree.map(leaf_specs, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 

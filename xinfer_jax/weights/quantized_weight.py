@@ -50,7 +50,7 @@ class QuantizedWeight(WeightLeaf):
 def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Returns x @ dequantize(weight).T in float32, [..., I] -> [..., O].
 
-    Gradients are those of this product, also where x is quantized first.
+    Gradients are the gradients of this product, also if x is quantized first.
     """
     return weight.product_of_rows(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 

@@ -1,7 +1,7 @@
 """Ternary weights with int8 activations, as in BitNet b1.58 (Ma et al. 2024): two bits a weight, exact sums.
 
 A matrix has O outputs and I inputs, in W words of 32 inputs. Two bit planes mark the weights that are 1 and
-those that are -1. CPUs count common bits of these planes and of those of the activations
+the weights that are -1. CPUs count the common bits of these planes and of the planes of the activations
 (`backends/cpu/ternary_products.py`).
 """
 
