@@ -60,8 +60,8 @@ def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tupl
 
 
 def decay_between(later: LogDecay, earlier: LogDecay) -> jax.Array:
-    """The logarithm of the decay. It may be small where that from the block's begin is large: what float32
-    rounds off from the latter would be a large part of it.
+    """Returns the logarithm of the decay. It may be small if the decay from the block's begin is large: the
+    rounding error of the latter in float32 would be a large part of it.
     """
     return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
@@ -70,14 +70,17 @@ def system(
     keys_CC: jax.Array, queries_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay, beta_C1: jax.Array,
     offset: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The strictly lower triangle L of I + L, whose solution for β (v − Γ Sᵀk) a block writes, where Γ is the
-    decay up to each token; and the weights of what is written in the results. Both [C, C], or a part of them.
+    """Returns two matrices, both [C, C] or a part of them:
+
+    - The strictly lower triangle L of I + L. A block writes its solution for β (v − Γ Sᵀk), with the decay Γ
+      up to each token.
+    - The weights with which the written values count in the results.
 
     Args:
         keys_CC, queries_CC: products of keys, and of queries, with the keys.
         total_C1, total_1C: the logarithm of the decay up to each token.
         beta_C1: strengths of the writes.
-        offset: by how many the first row is below the first column.
+        offset: the distance by which the first row is below the first column.
     """
     row, column = (lax.broadcasted_iota(jnp.int32, keys_CC.shape, axis) for axis in (0, 1))
     row += offset

@@ -37,14 +37,14 @@ class DraftCall(NamedTuple):
 def draft_call(
     new: NewToken, weights: DeltaWeights, old: DeltaState, steps, accepted_B, start_B, num_tokens_B
 ) -> DraftCall:
-    """The tokens in draft slots and those of the call [B, T, ...], side by side.
+    """Returns the tokens in draft slots and the tokens of the call [B, T, ...], side by side.
 
     Args:
-        new, weights: of T tokens; of the layer.
-        old: with P draft slots after the W inputs of the convolution.
-        steps: of the draft slots, [B, N, P, 2].
-        accepted_B: how many of the draft slots are applied.
-        start_B, num_tokens_B: position of the first of the T tokens, and how many there are.
+        new, weights: the T tokens, and the weights of the layer.
+        old: the state, with P draft slots after the W inputs of the convolution.
+        steps: the steps of the draft slots, [B, N, P, 2].
+        accepted_B: the number of draft slots that are applied.
+        start_B, num_tokens_B: the position of the first of the T tokens, and their number.
     """
     B, T = new.q.shape[:2]
     P = steps.shape[2]

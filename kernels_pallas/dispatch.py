@@ -1,5 +1,5 @@
-"""Chooses the implementation of a call: by name, by the GPU or TPU in the machine, and by what each kernel
-supports.
+"""Chooses the implementation of a call: by name, by the GPU or TPU in the machine, and by the arguments that
+each kernel supports.
 
 Nothing here asks which device a traced program will run on. `select` uses shapes, dtypes and the NVIDIA GPU
 or TPU of this process, if any. `lax.platform_dependent` then decides whether the program runs there.
@@ -63,14 +63,16 @@ def assume_device(
 
 
 def default_platform() -> str:
-    """The platform of `assume_device`, "gpu" or "tpu"; outside of it jax's default backend."""
+    """Returns the platform of `assume_device`, "gpu" or "tpu". Outside of it, it returns jax's default
+    backend.
+    """
     if _assumed is None:
         return jax.default_backend()
     return "tpu" if _assumed.impl == "tpu" else "gpu"
 
 
 def device_impl() -> Selection:
-    """The implementation for this process's NVIDIA GPUs or TPUs; "xla" where it has none."""
+    """Returns the implementation for this process's NVIDIA GPUs or TPUs, or "xla" if it has none."""
     if _assumed is not None:
         return _assumed
     device = _first_device("cuda")
@@ -126,16 +128,17 @@ def unavailable_reason(impl: str | None) -> str | None:
 
 
 def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
-    """The implementation of `kernel` for arguments of these shapes and dtypes.
+    """Returns the implementation of `kernel` for arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
-        impl: one of `IMPLS`. None: the one for the device of this process, or "xla" where it does not support
-            the call.
-        args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches; q, the taps
-            of its convolution and the `DeltaState`. `SideBySide` is k, and v is None.
-        obstacle: why no kernel supports the call, if the caller knows a reason.
+        impl: one of `IMPLS`. None: the implementation for the device of this process, or "xla" if that does
+            not support the call.
+        args: the kernel's first arrays (or anything with shape and dtype). They are q, k, v and perhaps
+            `KeyBias`, or x, or x and the weight, or x, the experts' matrices and perhaps their biases, or q
+            and the caches, or q, the taps of its convolution and the `DeltaState`. `SideBySide` is k, and v
+            is None.
+        obstacle: the reason why no kernel supports the call, if the caller knows one.
 
     Raises:
         ValueError: the named implementation does not exist, or does not support these arguments.
@@ -182,8 +185,8 @@ def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def platform_of(chosen: str, requested: str | None) -> str | None:
-    """The platform whose programs run the chosen implementation, as `lax.platform_dependent` names it. None:
-    all of them, since it was requested by name; or there is no kernel.
+    """Returns the platform whose programs run the chosen implementation, as `lax.platform_dependent` names
+    it. None: all platforms, since it was requested by name, or there is no kernel.
     """
     if requested is not None or chosen == "xla":
         return None

@@ -69,7 +69,8 @@ def unpack_scale(scale: jax.Array) -> jax.Array:
 
 class HeadNorms(NamedTuple):
     """RMS norms of the queries and keys of each head: x / sqrt(mean(x²) + eps), times offset + weight in
-    float32; without an offset (None) it is rounded to the dtype of x before it is multiplied by the weight.
+    float32. Without an offset (None) the norm is rounded to the dtype of x before it is multiplied by the
+    weight.
     """
 
     q_H: jax.Array
@@ -94,7 +95,9 @@ class KeyBias(NamedTuple):
 
 
 def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """float32 x [..., H], whose pairs (i, i + P) are rotated by these angles [..., P]; the rest stays."""
+    """Returns float32 x [..., H], whose pairs (i, i + P) are rotated by these angles [..., P]. The rest
+    stays.
+    """
     pairs = cos.shape[-1]
     a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -14,9 +14,9 @@ class Mxfp4(NamedTuple):
     """Matrices [X, O, I] of numbers of 4 bits (E2M1) times powers of two.
 
     Attributes:
-        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high one. Or
-            `values_for_tpu`.
-        scale: uint8 [X, Q, O]: exponent + 127; 0 counts as 0. With `values_for_tpu` there may be more groups.
+        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, and 2y + 1 in the high
+            one. Or `values_for_tpu`.
+        scale: uint8 [X, Q, O]: exponent + 127. 0 counts as 0. With `values_for_tpu` there may be more groups.
     """
 
     values: Any
@@ -24,8 +24,8 @@ class Mxfp4(NamedTuple):
 
 
 def dequantize_mxfp4(matrix: Any) -> jax.Array:
-    """Returns matrices, exact: float32 [..., O, I], of `Mxfp4`, or of what has its fields; the axis of
-    experts may be absent.
+    """Returns matrices, exact: float32 [..., O, I]. matrix: `Mxfp4`, or an object that has its fields. The
+    axis of experts may be absent.
     """
     values = matrix.values
     if is_for_tpu(matrix):
@@ -64,8 +64,8 @@ def values_from_tpu(values: Any) -> Any:
 
 
 def number(values: jax.Array, shift: int) -> jax.Array:
-    """The numbers in the low halves of bytes (shift 0) or in the high ones (4), float32. 0 and 0.5 have no
-    leading one: it is subtracted where that gives less.
+    """Returns the numbers in the low halves of bytes (shift 0) or in the high ones (4), float32. 0 and 0.5
+    have no leading one: it is subtracted if that gives less.
     """
     bits = values.astype(jnp.int32) >> shift
     with_one = lax.bitcast_convert_type(((bits & 7) << 22) + (126 << 23), jnp.float32)

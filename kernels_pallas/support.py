@@ -159,8 +159,9 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
 
 
 def _stored_by_experts(*matrices: Any) -> str | None:
-    """Why XLA would copy experts before a kernel reads them, or None: it has their axis in lanes, where their
-    number fills these and no other axis does. Packed ones can have more outputs, of zeros.
+    """Returns the reason why XLA would copy experts before a kernel reads them, or None. XLA has their axis
+    in lanes if their number fills these and no other axis does. Packed matrices can have more outputs, of
+    zeros.
     """
     for matrix in matrices:
         values = getattr(matrix, "values", matrix)

@@ -22,7 +22,7 @@ _LOWEST = (
 
 
 def float_to_key(x: jax.Array) -> jax.Array:
-    """Int32 keys in the order of float32 numbers, with NaN above all, as in jnp.argmax."""
+    """Returns int32 keys in the order of float32 numbers, with NaN above all, as in jnp.argmax."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
     return jnp.where(x != x, _MAX_INT, jnp.where(bits < 0, bits ^ _MAX_INT, bits))
 
@@ -33,8 +33,8 @@ def key_to_float(key: jax.Array) -> jax.Array:
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """The index of each row's largest number, int32 [B], as in the reference. V that is not a multiple of 8
-    costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
+    """Returns the index of each row's largest number, int32 [B], as in the reference. V that is not a
+    multiple of 8 costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -68,10 +68,10 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference; logits are never written. Programs are
-    persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
+    """Returns the greedy token and its log-probability, as in the reference. Logits are never written.
+    Programs are persistent and take tiles of 64 tokens in turn. Loads run ahead across tiles.
 
-    x and weight are bfloat16 or float16; every 64 rows read the matrix once. V that is not a multiple of 8,
+    x and weight are bfloat16 or float16. Every 64 rows read the matrix once. V that is not a multiple of 8,
     or D not a multiple of 64, costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BD.shape[0]

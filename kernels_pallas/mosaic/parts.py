@@ -45,7 +45,9 @@ def pad_to_multiples(x: jax.Array, *multiples: int) -> jax.Array:
 
 
 def broadcast_along(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
-    """One number per row, repeated over its columns; with axis 1 per column, over its rows."""
+    """Repeats one number per row over its columns. With axis 1 it repeats one number per column over its
+    rows.
+    """
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
@@ -91,8 +93,8 @@ def tanh_capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
 
 
 def softmax_step(s, acc, largest, total):
-    """One step of online softmax: the weights of this block; and accumulator, maximum and sum of weights,
-    rescaled to the new maximum.
+    """Takes one step of online softmax. Returns the weights of this block, and the accumulator, maximum and
+    sum of weights, rescaled to the new maximum.
     """
     new = jnp.maximum(largest, s.max(axis=1))
     shrink = jnp.exp2(largest - new)
@@ -126,7 +128,7 @@ def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -
 
 
 def load_block(ref, places: list[tuple[Any, Any]], head, smem, loaded) -> None:
-    """Starts the TMA copies of one block of keys or values; each arrives at the barrier `loaded`."""
+    """Starts the TMA copies of one block of keys or values. Each arrives at the barrier `loaded`."""
     size = smem.shape[0] // len(places)
     for j, (index, slot) in enumerate(places):
         source = ref.at[index, head, pl.ds(slot, size)]

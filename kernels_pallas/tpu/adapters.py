@@ -31,8 +31,9 @@ class _Refs(NamedTuple):
 
 
 def added_by_adapters(x_MI, adapters, norm_I, eps: float, offset: float, interpret: bool) -> list[jax.Array]:
-    """float32 [M, O]: what each of some `RowAdapters` of the same rows adds to its matrix's product of x,
-    after the norm. A row takes nothing from the adapters of others, which may be NaN.
+    """Returns, float32 [M, O], the values that each of some `RowAdapters` of the same rows adds to its
+    matrix's product of x, after the norm. A row takes nothing from the adapters of other rows, which may be
+    NaN.
     """
     norm = None if norm_I is None else norm_I.reshape(1, -1)
     # XLA stores b with its outputs in lanes, since R is small: nothing is transposed.

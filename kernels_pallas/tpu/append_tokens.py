@@ -40,10 +40,14 @@ def tile_slots(dtype: Any) -> int:
 def append_tokens(  # noqa: PLR0913
     qkv, angles, norms: HeadNorms | None, kv: SideBySide, start_B, count_B, *, table_BP, ring, interpret
 ) -> tuple[jax.Array, SideBySide]:
-    """The queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each row.
+    """Returns the queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each
+    row.
 
-    qkv: queries, keys and values [B, T, N or K, H]. angles: None, or cos and sin [B, T, P]; the rest as in
-    `rope_append`. Numbers of all heads are in lanes, as products leave them.
+    Args:
+        qkv: queries, keys and values [B, T, N or K, H]. Numbers of all heads are in lanes, as products leave
+            them.
+        angles: None, or cos and sin [B, T, P].
+        norms, kv, start_B, count_B, table_BP, ring, interpret: as in `rope_append`.
     """
     B, T, N, H = qkv[0].shape
     pairs = 0 if angles is None else angles[0].shape[-1]
@@ -148,7 +152,9 @@ def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
 
 
 def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Settings) -> None:
-    """Refs: by `names`, those of scalar memory first. Caches are the same memory as input and as output."""
+    """Runs one program. refs: in the order of `names`, with refs of scalar memory first. Caches are the same
+    memory as input and as output.
+    """
     ref = dict(zip(names, refs, strict=True))
     first_row = pl.program_id(0) * settings.rows
 

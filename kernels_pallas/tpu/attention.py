@@ -36,12 +36,12 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, kv_PKSX, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
-    q.
+    """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
+    dtype of q.
 
-    Arguments as in the reference, with keys and values `SideBySide`; q is float32 or bfloat16, H 64, 128, 256
-    or 512. With a bias of keys S is a multiple of its stride. interpret: emulate a TPU on a CPU, slowly, and
-    raise where accesses to memory race.
+    Arguments are the same as in the reference, with keys and values `SideBySide`. q is float32 or bfloat16, H
+    64, 128, 256 or 512. With a bias of keys S is a multiple of its stride. interpret: True: emulate a TPU on
+    a CPU, slowly, and raise if accesses to memory race.
     """
     assert v_PKSH is None
     B, T, N, H = q_BTNH.shape
@@ -146,7 +146,9 @@ def tile_tokens(tokens: int, group: int, heads: int) -> int:
 
 
 def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
-    """The tokens of a tile of a prompt, a multiple of 16. The softmax takes those of a few heads together."""
+    """Returns the number of tokens of a tile of a prompt, a multiple of 16. The softmax takes the tokens of a
+    few heads together.
+    """
     of_head = 4 * width * itemsize + 8 * LANES * pl.cdiv(width, LANES) + 8 * LANES
     most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // (heads * of_head))))
     return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))

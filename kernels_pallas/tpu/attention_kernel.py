@@ -1,5 +1,6 @@
-"""The body of the TPU attention kernel: queries from the order of products, by token and then by head, to
-rows of each key head, and results back; copies of keys and values to on-chip memory; its loops.
+"""The body of the TPU attention kernel. It moves queries from the order of products, by token and then by
+head, to rows of each key head, and the results back. It copies keys and values to on-chip memory, and has the
+loops.
 """
 
 import math
@@ -35,19 +36,27 @@ class _Item(NamedTuple):
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> None:
-    """Attention of one tile of queries of one row to the keys that it sees (FlashAttention-2, Dao 2023).
+    """Computes attention of one tile of queries of one row to the keys that it sees (FlashAttention-2, Dao
+    2023).
 
-    Blocks of positions pass through two buffers. While one is read, the next one is copied: of this tile, or
-    the first of the next tile or row. What no query of the tile sees is neither copied nor computed.
+    Blocks of positions pass through two buffers. While one is read, the next one is copied: the next block of
+    this tile, or the first block of the next tile or row. Keys that no query of the tile sees are neither
+    copied nor computed.
+
+    The refs, by `names`, are:
+
+    - start_B, length_B and perhaps table_BP, in scalar memory,
+    - q [1, tokens, N · H], of several rows if each has one query,
+    - offset_R1, the token of each of the R queries of a key head,
+    - perhaps sink_KR1, and near_KCH and angle of a bias of keys,
+    - kv and perhaps scale, in HBM,
+    - out, in the form of q,
+    - scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat [rows, 1, N · H], query and
+      out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and the number of blocks so far.
 
     Args:
-        refs: by `names`: start_B, length_B and perhaps table_BP in scalar memory; q [1, tokens, N · H], of
-            several rows where each has one query; offset_R1, the token of each of the R queries of a key
-            head; perhaps sink_KR1, and near_KCH and angle of a bias of keys; kv and perhaps scale, in HBM;
-            out, as q; then scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat
-            [rows, 1, N · H], query and out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and
-            the number of blocks so far.
-        names: of the refs.
+        refs: the references.
+        names: the names of the refs.
         settings: sizes.
     """
     ref = dict(zip(names, refs, strict=True))
@@ -270,7 +279,7 @@ def _heads(ref, settings: Settings) -> list[tuple[int, Any]]:
 
 
 def _load_queries(ref, settings: Settings, row) -> None:
-    """Puts the queries of each key head into rows, and zeros beside those that do not fill lanes."""
+    """Puts the queries of each key head into rows, with zeros next to queries that do not fill lanes."""
     H = settings.width
     flat_ref = ref["q"].at[0]
     if settings.block_rows:

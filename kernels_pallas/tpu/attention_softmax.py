@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     visible_RS: jax.Array | None  # None: all
 
     def split(self, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [S, W]; both in one vector where they are narrow."""
+        """Returns keys and values [S, W]. Both are in one vector if they are narrow."""
         kv_SX = self.kv_SX if self.scale_4S is None else self.kv_SX.astype(dtype)
         return (kv_SX, kv_SX) if width % LANES else (kv_SX[:, :width], kv_SX[:, width:])
 
@@ -105,8 +105,9 @@ def _scores(ref, settings: Settings, tile: Tile, keys: Keys) -> jax.Array:  # [R
 
 
 def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[jax.Array, ...]:
-    """The tile's `max`, `sum` and `out_sum` with these keys. Scores are in units of log 2. The largest score
-    of a row is in all lanes of `max`; the sum of its weights is the sum over the lanes of `sum`.
+    """Returns the tile's `max`, `sum` and `out_sum` with these keys. Scores are in units of log 2. The
+    largest score of a row is in all lanes of `max`. The sum of its weights is the sum over the lanes of
+    `sum`.
     """
     if settings.soft_cap is None:
         scores_RS *= settings.scale * LOG2_E

@@ -1,10 +1,11 @@
-"""Prompts in linear attention (Gated DeltaNet) on TPUs, in blocks of 64 tokens: all that is between the
-product for queries, keys and values and the output product.
+"""Prompts in linear attention (Gated DeltaNet) on TPUs, in blocks of 64 tokens. The kernel does everything
+between the product for queries, keys and values and the output product.
 
-The grid walks the tokens of a row in order, for some key heads with the value heads that share them; their
+The grid walks the tokens of a row in order, for some key heads with the value heads that share them. Their
 states stay in on-chip memory meanwhile. Products of keys and queries with the states of a key head's value
-heads are one. The triangular system of a block is solved by substitution on the vector unit, beside the
-products of other heads: products that invert it would take longer than all the others.
+heads are one product. The triangular system of a block is solved by substitution on the vector unit, while
+the matrix unit computes products of other heads: products that invert it would take longer than all the
+others.
 """
 
 from functools import partial
@@ -66,8 +67,8 @@ class _Refs(NamedTuple):
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_prefill`. The tokens are float32 or bfloat16. interpret: emulate a TPU on a CPU,
-    slowly, and raise where accesses to memory race.
+    """Computes `reference_delta.delta_prefill`. The tokens are float32 or bfloat16. interpret: True: emulate
+    a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     T = new.q.shape[1]
     B, K, W, H = old.q.shape
@@ -211,7 +212,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
 
 
 def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
-    """silu of the convolution, float32 [C, heads · width], of q, k or v; notes its last inputs."""
+    """Returns silu of the convolution, float32 [C, heads · width], of q, k or v. Stores its last inputs."""
     inputs = refs.inputs[j]
     inputs[_SUBLANES:] = jnp.where(is_real_C1, refs.new[j][0, at].astype(jnp.float32), 0)
     taps = refs.taps[j][...].astype(jnp.float32)

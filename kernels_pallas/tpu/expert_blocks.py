@@ -58,8 +58,8 @@ def _width(outputs: int, size: int) -> int:
 
 
 def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
-    """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
-    computes nothing keeps the last.
+    """Returns the expert and the part of gate and up. The matrices of the next tile are read during this one,
+    so a tile that computes nothing keeps the last.
     """
     expert = experts[b * tiles + t]
     last = settings.parts[0] - 1
@@ -112,7 +112,7 @@ def scales_by_inputs(form: Form, width: int) -> bool:
 
 
 def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable) -> tuple[Any, Any]:
-    """Scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them; and their blocks."""
+    """Returns scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them, and their blocks."""
     shape = min(len(scale_XOQ), LANES), pl.cdiv(width, FP8_BLOCK), form.block_counts[1]
     axes = (2, 1, 0) if scales_by_inputs(form, width) else (1, 2, 0)
 
@@ -148,7 +148,7 @@ def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
 
 
 def of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of an array with a row for each expert, with some others beside it that fill a tile."""
+    """Returns blocks of an array with a row for each expert, together with other rows that fill a tile."""
     size = 32 // rows_XO.dtype.itemsize
 
     def block_index(*at):

@@ -1,7 +1,7 @@
 """Products of few rows with matrices in FP8 (E4M3), for `matrices`.
 
 Chips before TPU7x convert a type of 8 bits whose exponents are larger by 4: numbers are a 16th, and -0 is NaN
-there. A matrix unit sums up 256 inputs from v6e on, where a block with a scale has 128. So x has its rows
+there. A matrix unit sums up 256 inputs from v6e on, but a block with a scale has 128. So x has its rows
 twice: with the even blocks, and with the odd ones. That costs nothing up to 16 rows, and loses nothing.
 """
 
@@ -75,7 +75,7 @@ def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) 
 
 
 def _numbers(values: jax.Array) -> jax.Array:
-    """bfloat16 numbers, without `has_e4m3` a 16th; of NaN any."""
+    """Returns bfloat16 numbers. Without `has_e4m3` they are a 16th. The result for NaN is any number."""
     if has_e4m3():
         return values.astype(jnp.bfloat16)
     numbers = lax.bitcast_convert_type(values, jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)

@@ -77,12 +77,12 @@ class Form:
 
     @property
     def _chunk(self) -> int:
-        """C; the last chunk may be smaller."""
+        """C, the size of a chunk. The last chunk may be smaller."""
         return self.group * math.gcd(_ROWS, max(1, _DEPTH // self.group))
 
     @property
     def block_counts(self) -> tuple[int, int]:
-        """Those of outputs and of inputs."""
+        """The numbers of blocks along outputs and along inputs."""
         return pl.cdiv(self.outputs, FP8_BLOCK), pl.cdiv(self.inputs, FP8_BLOCK)
 
     def output_scale(self, matrix: Matrix) -> jax.Array | None:
@@ -172,13 +172,14 @@ class Form:
     def multiply(
         self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any], read: Any = None
     ) -> jax.Array:
-        """x · blockᵀ, float32 [R, its outputs], without a scale per output.
+        """Returns x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
         Args:
-            x: references to what `prepare` stored.
-            refs: to the block of each operand.
-            memory: `group_memory` for at least so many outputs.
-            read: with blocks: of the reference to scales the column [Q, 1] of a block of outputs.
+            x: references to the values that `prepare` stored.
+            refs: references to the block of each operand.
+            memory: `group_memory` for at least this number of outputs.
+            read: with blocks: a function from the reference to scales to the column [Q, 1] of a block of
+                outputs.
         """
         if self.has_groups:
             outputs = refs[0].shape[-1]
@@ -212,7 +213,9 @@ class Form:
             memory[1][: len(zero)] = offset
 
     def _multiply_groups(self, x: Sequence[Any], values: Any, of_groups: Sequence[Any]) -> jax.Array:
-        """float32 [R, O]: products in groups. of_groups: references to what `_store_groups` stored."""
+        """Returns products in groups, float32 [R, O]. of_groups: references to the values that
+        `_store_groups` stored.
+        """
         Q = self.inputs // self.group
         y_RO = jnp.zeros((self.rows, values.shape[-1]), jnp.float32)
         looped = Q // _ROWS * _ROWS if Q > _ROWS else 0
@@ -281,9 +284,8 @@ def _wide(pairs: Sequence[jax.Array], rows: int) -> jax.Array:
 
 
 def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
-    """The levels of a group minus its zero points, int8 [J, O]; four in a word of 32 bits at once.
-
-    offset_1O: 128 minus the zero points, in each byte of a word; or None.
+    """Returns the levels of a group minus its zero points, int8 [J, O]. It takes four in a word of 32 bits at
+    once. offset_1O: 128 minus the zero points, in each byte of a word, or None.
     """
     words = pltpu.bitcast(values_YO, jnp.int32)
     halves = [words & _DIGITS, lax.shift_right_logical(words, 4) & _DIGITS]

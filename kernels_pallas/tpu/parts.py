@@ -23,7 +23,9 @@ _LARGEST = 65504.0
 
 
 def emulator(interpret: bool) -> Any:
-    """The `interpret` of a `pallas_call`: an emulator that raises where accesses to memory race; or none."""
+    """Returns the `interpret` of a `pallas_call`: an emulator that raises if accesses to memory race, or
+    none.
+    """
     return pltpu.InterpretParams(detect_races=True) if interpret else False
 
 
@@ -63,7 +65,7 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.
 
 
 def pieces(outputs: int) -> list[slice]:
-    """The outputs that are computed at once; a rest of less than 128 is in the last piece."""
+    """Returns the outputs that are computed at once. A rest of less than 128 is in the last piece."""
     size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
     starts = range(0, max(1, outputs - LANES + 1), size)
     return [slice(first, first + size if first < starts[-1] else outputs) for first in starts]
@@ -75,7 +77,7 @@ def as_row(ref: Any) -> jax.Array:
 
 
 def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax.Array:
-    """x after the RMS norm of its rows, float32 [M, I]; x itself without a weight of the norm."""
+    """Returns x after the RMS norm of its rows, float32 [M, I], or x itself without a weight of the norm."""
     x_MI = x_ref[...].astype(jnp.float32)
     if norm_ref is None:
         return x_MI
@@ -106,8 +108,8 @@ def rotate_lanes(x_RW: jax.Array, factors: Factors, pairs: int) -> jax.Array:
 
 
 def to_levels(vectors: list[jax.Array], width: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Levels, int32, of keys and values: float32 [R, H] each, or one [R, 2H] of both; and [R, 1] each: step
-    and low of keys, then of values.
+    """Returns levels, int32, of keys and values, and [R, 1] each: step and low of keys, then of values.
+    vectors: float32 [R, H] each, or one [R, 2H] with both.
     """
     levels: list[jax.Array] = []
     numbers: list[jax.Array] = []

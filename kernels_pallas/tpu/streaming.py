@@ -1,5 +1,5 @@
-"""The call of a kernel that multiplies few rows with matrices: from on-chip memory, where XLA copies small
-matrices while other operations run, or tile by tile from HBM.
+"""The call of a kernel that multiplies few rows with matrices. The matrices come from on-chip memory, to
+which XLA copies small matrices while other operations run, or tile by tile from HBM.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A grid step of a kernel: references, but for its number and the settings."""
+    """A grid step of a kernel: references, except for its number and the settings."""
 
     number: Any
     settings: Settings

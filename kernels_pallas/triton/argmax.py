@@ -15,8 +15,8 @@ BLOCK = 1024
 
 
 def argmax(x_BV, *, interpret=False) -> jax.Array:
-    """The index of each row's largest number, int32 [B], as in the reference. interpret: run on any device,
-    slowly, by Pallas's interpreter.
+    """Returns the index of each row's largest number, int32 [B], as in the reference. interpret: True: run on
+    any device, slowly, by Pallas's interpreter.
     """
     B, V = x_BV.shape
     blocks = pl.cdiv(V, BLOCK)
@@ -55,9 +55,10 @@ def _of_best_block(best_Bi, of_block_Bi):
 def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference; logits are never written. x is in the
-    dtype of the weight, or of 16 bits with an int8 matrix, whose numbers are exact there, and float32 scales.
-    The matrix is read once for up to 64 rows. interpret: run on any device, slowly, by Pallas's interpreter.
+    """Returns the greedy token and its log-probability, as in the reference. Logits are never written. x is
+    in the dtype of the weight. With an int8 matrix, whose numbers are exact in 16 bits, x is of 16 bits, and
+    scales are float32. The matrix is read once for up to 64 rows. interpret: True: run on any device, slowly,
+    by Pallas's interpreter.
     """
     B, D = x_BD.shape
     V = weight_VD.shape[0]

@@ -31,11 +31,12 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
-    q.
+    """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
+    dtype of q.
 
-    Arguments as in the reference. Keys are in the dtype of q, or `Levels`; H is at most 512; a page and a
-    ring have a multiple of 64 slots. interpret: run on any device, slowly, by Pallas's interpreter.
+    Arguments are the same as in the reference. Keys are in the dtype of q, or `Levels`. H is at most 512. A
+    page and a ring have a multiple of 64 slots. interpret: True: run on any device, slowly, by Pallas's
+    interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -46,15 +47,16 @@ def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, splits=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao et al. 2023).
+    """Computes attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao et al.
+    2023).
 
     The blocks of keys that a row needs are divided evenly among the splits, so that cost follows the length
     and every split has work.
 
     Args:
-        splits: programs per tile of queries. None: enough for the whole GPU. Where rows and heads give about
-            one program for each multiprocessor there is one split: partial results would cost a launch, and
-            with small keys a tenth of their bytes. A row that is longer than the others then takes longer.
+        splits: programs per tile of queries. None: enough for the whole GPU. If rows and heads give about one
+            program for each multiprocessor, there is one split: partial results would cost a launch, and with
+            small keys a tenth of their bytes. A row that is longer than the others then takes longer.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)

@@ -60,9 +60,9 @@ class _Queries(NamedTuple):
 
 
 def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
-    """Writes the outputs of a tile, or, where the keys are split, a partial result and the base-2 logarithm
-    of its sum of weights: `LOWEST` for a share without keys, whose values are not written. refs: the inputs,
-    by their names, then the outputs.
+    """Writes the outputs of a tile. If the keys are split, it writes a partial result and the base-2
+    logarithm of its sum of weights. This is `LOWEST` for a share without keys, whose values are not written.
+    refs: the inputs, by their names, then the outputs.
     """
     ref = dict(zip(names, refs, strict=False))
     out_refs = refs[len(names) :]

@@ -1,9 +1,11 @@
 """Prompts in linear attention (Gated DeltaNet) on NVIDIA GPUs, in blocks of 64 tokens.
 
-XLA computes the convolution, which is elementwise, and the norms. Of the rest, only what reads the state has
-to wait for the block before, so there are two kernels. Programs of the first take a block of a value head
-each, all at once: the inverse of the triangular system, and the weights of what is written in the results.
-Those of the second walk the blocks of a row in order, for some columns of a value head's state.
+XLA computes the convolution, which is elementwise, and the norms. In the rest, only the part that reads the
+state has to wait for the block before. So there are two kernels:
+
+- Programs of the first kernel take a block of a value head each, all at once. They compute the inverse of the
+  triangular system, and the weights with which written values count in the results.
+- Programs of the second kernel walk the blocks of a row in order, for some columns of a value head's state.
 """
 
 from collections.abc import Callable
@@ -93,8 +95,8 @@ def call_kernel(
     kernel: Callable, grid: tuple[int, ...], operands: Any, outs: Any, name: str, warps: int, interpret: bool,
     in_place: int = 0,
 ) -> Any:  # fmt: skip
-    """The results of a kernel of pytrees; `outs` are their types. in_place: how many of the last results have
-    the memory of the last operands.
+    """Returns the results of a kernel of pytrees. outs: their types. in_place: the number of last results
+    that have the memory of the last operands.
     """
     arrays = jax.tree.leaves(operands)
     types = jax.tree.leaves(outs)
@@ -130,7 +132,7 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
             ref[row, n, i, half(r), half(c)] = part
 
     def square(r: Any, c: Any) -> jax.Array:
-        """Its part of the system; stores that of the weights."""
+        """Returns its part of the system, and stores its part of the weights."""
         rows, columns = half(r, i * BLOCK), half(c, i * BLOCK)
 
         def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:

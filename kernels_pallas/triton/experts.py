@@ -2,7 +2,7 @@
 tile of them.
 
 Choices (a token and one of its experts) are sorted by expert. A tile has up to `rows` consecutive choices of
-one expert. The number of tiles is static, an upper bound; tiles beyond the last one load and store nothing.
+one expert. The number of tiles is static, an upper bound. Tiles beyond the last one load and store nothing.
 """
 
 import math
@@ -42,17 +42,17 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None,
     limit=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """The sum of `reference.gated_experts`. A choice's bits depend neither on other choices nor on its place
-    in a tile.
+    """Returns the sum of `reference.gated_experts`. A choice's bits depend neither on other choices nor on
+    its place in a tile.
 
     Args:
-        x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized ones. D and F are multiples
-            of 16.
-        gate_XFD, up_XFD, down_XDF: as in the reference; groups have a multiple of 16 bytes.
+        x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized matrices. D and F are
+            multiples of 16.
+        gate_XFD, up_XFD, down_XDF: as in the reference. Groups have a multiple of 16 bytes.
         activation: an elementwise function of float32 arrays that Pallas can lower.
-        num_experts: experts that a token chooses from, X or more where other devices have the others. It
-            affects the sizes of tiles.
-        interpret: run on any device, slowly, by Pallas's interpreter.
+        num_experts: the number of experts that a token chooses from. It is X, or more if other devices have
+            the others. It affects the sizes of tiles.
+        interpret: True: run on any device, slowly, by Pallas's interpreter.
     """
     M, U = expert_MU.shape
     D = x_MD.shape[1]
@@ -121,8 +121,9 @@ def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
 
 
 def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
-    """The choices in order of their experts, int32 [C], as expert * C + choice, or as the choice if int32
-    cannot hold that; and where in that order each expert begins, with the end of the last one, int32 [X + 1].
+    """Returns the choices in order of their experts, int32 [C], as expert * C + choice, or as the choice if
+    int32 cannot hold that. Also returns the place in that order at which each expert begins, with the end of
+    the last one, int32 [X + 1].
     """
     C = len(expert_C)
     expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
@@ -134,8 +135,8 @@ def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The expert of this program's tile, and its choices: the first in the sorted order, and where they stop.
-    Without choices: zeros.
+    """Returns the expert of this program's tile, and its choices: the first in the sorted order, and the end.
+    Without choices they are zeros.
     """
     X = start_ref.shape[0] - 1
     expert_X = jnp.arange(tile_size(X))

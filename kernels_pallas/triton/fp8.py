@@ -1,8 +1,9 @@
 """Numbers in FP8 (E4M3) as 16-bit floats, for Triton's kernels of products and of experts.
 
-The bits of a byte, moved to where a 16-bit float has them, are the number times a power of two, subnormal
-ones too; a product with its inverse is exact. This takes ten instructions for four numbers, and runs where
-there is no conversion of FP8 (before compute capability 8.9).
+The bits of a byte are moved to the bits of a 16-bit float. Read as such a float they are the number times a
+power of two, also for subnormal numbers. A product with the inverse of this power is exact. This takes ten
+instructions for four numbers, and runs on devices without a conversion of FP8 (before compute capability
+8.9).
 """
 
 from typing import Any

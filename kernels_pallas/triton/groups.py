@@ -123,5 +123,5 @@ def _levels(values_YO: jax.Array, dtype: Any, interpret: bool) -> list[jax.Array
 
 
 def _magic(dtype: Any) -> float:
-    """The number whose last bits are those of a level: 128 with 7 bits, 1,024 with 10."""
+    """Returns the number whose last bits are the bits of a level: 128 with 7 bits, 1,024 with 10."""
     return float(1 / jnp.finfo(dtype).eps)

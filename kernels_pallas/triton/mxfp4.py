@@ -1,7 +1,8 @@
 """The numbers of MXFP4 in 16 bits, for Triton's kernels of experts.
 
 They are exact: two tables of eight bytes have the high and low bytes of each magnitude, and a byte
-permutation takes those of four numbers at a time (13 instructions for four numbers, their signs included).
+permutation takes the bytes of four numbers at a time (13 instructions for four numbers, their signs
+included).
 """
 
 import jax

@@ -66,7 +66,9 @@ class Range(NamedTuple):
 
     @classmethod
     def of(cls, start, size: int, limit: int, end: int | None = None) -> "Range":
-        """Those from `start` on. limit: of the axis. end: of the tiles, where they are no multiples."""
+        """Returns the range from `start` on. limit: the limit of the axis. end: the end of the tiles, if they
+        are no multiples.
+        """
         tiled = limit % size == 0 and end in (None, limit)
         return cls(pl.ds(start, size), None if tiled else start + jnp.arange(size) < limit)
 

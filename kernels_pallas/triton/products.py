@@ -2,18 +2,18 @@
 their input, biases, activation and residual.
 
 - A program computes one tile of outputs of one matrix (with an activation: the same tile of both), for all
-  rows up to 64. q, k and v are leaves of their own; the program's number says whose tile it computes.
-- The norm costs no pass of its own: products of x * weight and the sum of squares run in one loop, and each
-  row is scaled at the end. x * weight is rounded to 16 bits once, where norm and weight round twice. It must
+  rows up to 64. q, k and v are separate leaves: the program's number says whose tile it computes.
+- The norm costs no additional pass: products of x * weight and the sum of squares run in one loop, and each
+  row is scaled at the end. x * weight is rounded to 16 bits once, while norm and weight round twice. It must
   not overflow, so float16 takes no norm.
-- Matrices in groups: `groups`.
+- Matrices in groups are in `groups`.
 - Up to 16 rows a program reads far more of the weights than of x. With more rows x costs as much, from L2, so
-  tiles are wider; then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
+  tiles are wider. Then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
   a launch, and partial sums of at most an eighth of the matrix's bytes. For up to 16 rows the launch would
   cost more than it saves.
 - Hopper takes this kernel too. Its tensor cores multiply 64 rows of the left operand at least (wgmma), which
-  Triton uses from 33 rows on; below it uses the older instruction with 16.
-- int8 activations are quantized by the caller; sums are then exact, in int32.
+  Triton uses from 33 rows on. Below it uses the older instruction with 16.
+- int8 activations are quantized by the caller. Sums are then exact, in int32.
 - Nothing here was measured on a card: tiles, stages and splits are chosen by arithmetic.
 """
 
@@ -225,7 +225,9 @@ def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):
 
 
 def _load_x(x_ref, norm_ref, row, column, offset: float):
-    """A tile of x, times the weight of the norm if there is one; and the rows' sums of squares for it."""
+    """Returns a tile of x, times the weight of the norm if there is one, and the rows' sums of squares for
+    it.
+    """
     x_MI = load_tile(x_ref, row, column)
     if norm_ref is None:
         return x_MI, 0

@@ -62,7 +62,7 @@ class StoredKV(ShortRepr):
         raise NotImplementedError
 
     def decode(self) -> Any:
-        """Returns float32 [B, K, S, H], two arrays for keys and values."""
+        """Returns the numbers, float32 [B, K, S, H]. If it stores keys and values, it returns both."""
         raise NotImplementedError
 
     def kernel_array(self) -> Any:
