@@ -4,8 +4,9 @@ turns: `xinfer_jax/backends/cpu/product_table.py` follows from its table.
     python scripts/bench_products.py --formats=int8,int4 --rows=1,2,4,8
     XINFER_JAX_CPU=none XLA_FLAGS=--xla_cpu_max_isa=AVX2 python scripts/bench_products.py
 
-Prints billions of weights a second of each form (the best of the rounds), the fastest marked "*"; then the
-form that the table has, and how fast it is by the fastest. Each call reads another copy of the matrix.
+Prints billions of weights a second of each form (the best of the rounds), with the fastest marked "*". Then
+it prints the form that the table has, and its speed relative to the fastest. Each call reads another copy of
+the matrix.
 """
 
 from launcher import start

@@ -1,14 +1,14 @@
 """Compiles the library's own programs for NVIDIA GPUs and TPUs that this machine need not have, and counts
-what they do.
+their operations and bytes.
 
-    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
+    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas, no driver is needed
     python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
     python scripts/compile_programs.py --target=a100 --program=kernels --only=prefill
     pip install 'jax[tpu]'                                # libtpu
     python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
-Of one decode step, or one call of another program, it prints bytes in device memory, launched operations,
-copies and gathers of whole weights or caches, and temporaries: per layer, beside the layers, and for the
+For one decode step, or one call of another program, it prints bytes in device memory, launched operations,
+copies and gathers of whole weights or caches, and temporaries: per layer, next to the layers, and for the
 model. Figures per layer are differences of two depths. Bytes of Pallas kernels are those that they have to
 move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
 line. Exit code 2: the plug-in, ptxas or libtpu is missing.

@@ -4,9 +4,10 @@ activation and residual.
 - x is all on the chip, in the form that the matrices need. Tiles of their outputs are streamed from HBM, each
   once. A grid step takes a tile of every matrix that has one left, about `STEP_BYTES` in total.
 - int8 weights are multiplied as integers: the matrix units take twice as many of them as of bfloat16, and
-  nothing is converted. A row of x is split into two rows of int8 numbers. The first has steps of its largest
-  number by 127, and the second has steps of the first step by 254. So it loses less than by rounding to
-  bfloat16. Rows cost nothing: loading 128 columns of weights into a matrix unit takes longer.
+  nothing is converted. A row of x is split into two rows of int8 numbers. The step of the first row is its
+  largest number divided by 127, and the step of the second row is that step divided by 254. So x loses less
+  than by rounding to bfloat16. Rows cost nothing: loading 128 columns of weights into a matrix unit takes
+  longer.
 - int4 becomes bfloat16. From v6e on, units unpack it and compute with pairs of such numbers, by a scale that
   is rounded to bfloat16. Inputs are then in another order, into which products with zeros and ones put x.
   Before v6e zero points are subtracted from four levels of a word at once, and scaled as float32.

@@ -1,8 +1,9 @@
 """Writes traces of engines as JSON: a process that scripts/compare_behaviour.py starts for each checkout.
 
 A trace is a fixed list of requests to an engine without a thread. After each step it has the rows that
-changed (state, slot, computed tokens, pages), and the statistics; at its end the answers, with floats in
-hexadecimal. Time is a counter that advances after each step: traces do not depend on the speed of a machine.
+changed (state, slot, computed tokens, pages), and the statistics. At its end it has the answers, with floats
+in hexadecimal. Time is a counter that advances after each step: traces do not depend on the speed of a
+machine.
 """
 
 import contextlib

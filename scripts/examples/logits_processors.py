@@ -1,4 +1,4 @@
-"""Logits processors of your own in one compiled loop: seven of them, a few lines each.
+"""Your own logits processors in one compiled loop: seven of them, a few lines each.
 
 The rows share a program. The arguments are numbers of each row, traced: others compile nothing.
 
@@ -26,7 +26,7 @@ def epsilon(epsilon_B, logits_BV, context):
 
 
 def eta(epsilon_B, logits_BV, context):
-    """A smaller least probability where the distribution is flat (Hewitt et al. 2022)."""
+    """Uses a smaller least probability if the distribution is flat (Hewitt et al. 2022)."""
     probability_BV = jax.nn.softmax(logits_BV)
     entropy_B = -jnp.sum(jax.scipy.special.xlogy(probability_BV, probability_BV), -1)
     least_B = jnp.minimum(epsilon_B, jnp.sqrt(epsilon_B) * jnp.exp(-entropy_B))
@@ -58,7 +58,7 @@ def longer_ends(settings, logits_BV, context):
 
 
 def dry(settings, logits_BV, context):
-    """Less of the token that would repeat a long sequence of tokens; `decode_loop` needs `history_BS`."""
+    """Lowers the token that would repeat a long sequence of tokens. `decode_loop` needs `history_BS`."""
     history_BS = context.history_BS
     B, S = history_BS.shape
     same_BS = (jnp.arange(S) > 0) & (jnp.arange(S) < context.position_B[:, None])

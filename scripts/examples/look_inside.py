@@ -32,7 +32,9 @@ def lens(model, text):
 
 
 def steer(model, text, target, layer, steps=31, rate=2.0):
-    """A vector that, added after a layer, makes the text continue with a token; and what that then costs."""
+    """Returns a vector that, added after a layer, makes the text continue with a token, and the cost of that
+    continuation then.
+    """
     params = model.params
     config = model.config
     tok = model.tokenizer

@@ -45,7 +45,9 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 
 def from_tunix_qwen3(state: dict, config: xj.ModelConfig) -> dict:
-    """The parameters of the `to_pure_dict` of an nnx state: heads apart, inputs first."""
+    """Returns the parameters of the `to_pure_dict` of an nnx state, in which heads are separate and inputs
+    are first.
+    """
     tensors = {
         "model.embed_tokens.weight": state["embedder"]["input_embedding"],
         "model.norm.weight": state["final_norm"]["w"],
@@ -63,7 +65,9 @@ def from_tunix_qwen3(state: dict, config: xj.ModelConfig) -> dict:
 
 
 def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
-    """Heads first, keys and values in one array; norms as in the files, without their offset of 1."""
+    """Returns the parameters of a tree in which heads are first, and keys and values are in one array. Norms
+    are as in the files, without their offset of 1.
+    """
     tensors = {
         "model.embed_tokens.weight": state["embedder"]["input_embedding"],
         "model.norm.weight": state["final_norm"]["scale"],

@@ -42,9 +42,9 @@ class EngineSampler:
     Args:
         model: an `xj.Model`.
         convert: (tunix's parameters as a pure dict, config) -> a tree of this library. None: they are one.
-        mode: what becomes of unfinished answers when weights are replaced, as in `Engine.update`.
-        engine: further arguments of `xj.Engine`, as rows and capacity. `routed_experts=True` is for experts
-            of a mixture, and `support=True` for sampling masks.
+        mode: the fate of unfinished answers when weights are replaced, as in `Engine.update`.
+        engine: further arguments of `xj.Engine`, for example rows and capacity. `routed_experts=True` is for
+            experts of a mixture, and `support=True` for sampling masks.
     """
 
     def __init__(self, model, convert=None, mode="continue", **engine):
@@ -84,12 +84,13 @@ class EngineSampler:
     # --- Inference ---
 
     async def sample(self, sampling_requests, **kwargs):
-        """One response for each request, in their order; for a single request its response. A request that
-        the engine rejects has a response with an `error`, and the others are sampled.
+        """Returns one response for each request, in their order. For a single request it returns its
+        response. A request that the engine rejects has a response with an `error`, and the others are
+        sampled.
 
-        A prompt is a text, token ids, or the messages of a chat. Log-probabilities are those of the
-        distribution that was sampled from. `metadata` has the version of the weights of each token
-        (`policy_versions`), and with `support=True` the sampling masks, as `xj.score` takes them.
+        A prompt is a text, token ids, or the messages of a chat. Log-probabilities are from the distribution
+        that was sampled from. `metadata` has the version of the weights of each token (`policy_versions`),
+        and with `support=True` the sampling masks, as `xj.score` takes them.
         """
         await self.start()
         if isinstance(sampling_requests, list | tuple):
@@ -192,7 +193,7 @@ class EngineSampler:
         return "SUCCESS"
 
     async def migrate_kv_cache(self, source_server_id, target_server_id, token_ids, **kwargs):
-        """False: keys and values stay where they are."""
+        """Returns False: keys and values stay on their server."""
         return False
 
     @property

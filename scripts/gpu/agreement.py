@@ -73,7 +73,7 @@ def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize
 
 
 def float32_params(params: Any) -> Any:
-    """The parameters in float32; quantized matrices are dequantized."""
+    """Returns the parameters in float32. Quantized matrices are dequantized."""
 
     def leaf(x: Any) -> jax.Array:
         return x.dequantize() if is_quantized(x) else jnp.asarray(x, jnp.float32)
@@ -85,8 +85,8 @@ def float32_params(params: Any) -> Any:
 def forced(
     params: Any, config: xj.ModelConfig, tokens_BT: Any, cache: xj.KVCache, prompt: int, impl: str | None
 ) -> Forced:
-    """The model along these tokens: a prefill of the first `prompt` ones, then a decode step for each other.
-    The cache is empty; its kind and dtype are those to check.
+    """Runs the model along these tokens: a prefill of the first `prompt` ones, then a decode step for each
+    other. The cache is empty. Its kind and dtype are the ones to check.
     """
 
     run_config = RunConfig(impl)
@@ -110,13 +110,13 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
     """Compares two ways to run a model along the same tokens: all logits by number, and the greedy ids
     wherever the two best logits differ by more than the bound.
 
-    The root mean square is taken for each row, its prefill and its decode steps on their own: an error of
-    one kernel must not disappear among the positions of the other.
-    dtype: of the activations; the bounds depend on it.
+    The root mean square is taken for each row, its prefill and its decode steps on their own: an error of one
+    kernel must not disappear among the positions of the other. dtype: the dtype of the activations. The
+    bounds depend on it.
 
     Returns:
-        The differences, how many ids were compared and their bounds, and "ok": all are within the bounds, and
-        enough ids were compared.
+        The differences, the number of ids that were compared, their bounds, and "ok": all are within the
+        bounds, and enough ids were compared.
     """
     off = {name: np.asarray(x) for name, x in _differences(got, want).items()}
     factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
@@ -180,7 +180,7 @@ class ForcedModel:
         return forced(params, self._config, tokens_BT, cache, prompt, impl or self._kernels)
 
     def agreement(self, want: Callable[[Any, int], Forced] | None = None) -> dict[str, Any]:
-        """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
+        """Compares the logits of kernels and XLA along a forced sequence. Also reports which kernels ran.
         want: gives the reference along tokens with a prompt of a number of them. None: this model with XLA.
         """
         prompt, length = (40, 80) if self._plan.tiny else (512, 576)

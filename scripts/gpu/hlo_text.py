@@ -29,7 +29,7 @@ class Array(NamedTuple):
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element; int4 has half of one."""
+        """The bytes of an element. int4 has half of one."""
         bits = _BITS.get(self.dtype) or int(_first(r"^[a-z]+(\d+)", self.dtype) or 0)
         return bits / 8
 
@@ -89,7 +89,9 @@ class Instruction:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The computations of a conditional, in the order of jax's branches: that of False first."""
+        """The computations of a conditional, in the order of jax's branches: the computation of False
+        first.
+        """
         if names := _first(r"branch_computations=\{([^}]*)\}", self.attributes):
             return tuple(name.strip().lstrip("%") for name in names.split(","))
         return self.called("false_computation"), self.called("true_computation")

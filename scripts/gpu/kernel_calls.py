@@ -147,8 +147,8 @@ def _attention_arguments(is_tpu: bool, keys: str, width: int, dtype: str, T: int
 def _cache(
     is_tpu: bool, keys: str, width: int, dtype: str, B: int, T: int, K: int
 ) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
-    """Keys and values of rows that end with T new tokens; their lengths; the table of pages. What no row has
-    is NaN.
+    """Returns keys and values of rows that end with T new tokens, their lengths, and the table of pages.
+    Slots that no row has are NaN.
     """
     slots = _PAGES * _PAGE
     length_B = np.resize(np.array([T, T + 301, slots], np.int32), B)
@@ -207,7 +207,9 @@ def _greedy_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
 
 
 def _argmax_arguments(V: int, dtype: str) -> Arguments:
-    """Rows with many equal numbers; a row with NaN, a row of zeros of both signs, a row of -inf."""
+    """Returns rows with many equal numbers, a row with NaN, a row of zeros of both signs, and a row of
+    -inf.
+    """
     x_BV = jnp.round(random(0, (5, V), jnp.float32), 1)
     x_BV = x_BV.at[1, V // 3 : V // 3 + 2].set(jnp.nan)
     x_BV = x_BV.at[2].set(jnp.copysign(0, x_BV[2])).at[3].set(-jnp.inf)
@@ -284,7 +286,9 @@ def _product_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCal
 
 
 def _up_arguments(kind: str, rows: int, F: int, D: int, adapters: int = 0) -> Arguments:
-    """Norm, gate, up and activation in one launch; with more than 64 rows without the norm."""
+    """Returns the arguments of norm, gate, up and activation in one launch. With more than 64 rows there is
+    no norm.
+    """
     matrices = [_matrix(kind, seed, F, D) for seed in (1, 2)]
     if adapters:
         a_NRI = (random(4, (adapters, 16, D), jnp.float32) * D**-0.5).astype(jnp.bfloat16)
@@ -369,7 +373,9 @@ def _delta_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall]
 
 
 def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: str) -> Arguments:
-    """Each third row has no token. With draft tokens a row holds as many slots more, and where they are."""
+    """Returns the arguments of a step. Each third row has no token. With draft tokens a row holds the same
+    number of slots more, and their positions.
+    """
     is_draft = 1 < T < 64
     slots = 3 + T * is_draft
     sizes = K * H, K * H, N * Y, N * Y, N, N

@@ -1,5 +1,5 @@
 """Sections of check_gpu.py and check_tpu.py for kernels: their calls are compared with the references, and
-timed; on GPUs beside XLA.
+timed. On GPUs XLA is timed too.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Bytes of device memory that one operation of a compiled program reads and writes, and the arrays that it
 copies whole.
 
-What slices, gathers and updates in place take or change counts, in fusions too. Only arrays in device memory
-count (HBM; a TPU has others), without the padding of tiles; single numbers do not.
+The parts that slices, gathers and updates in place take or change count, in fusions too. Only arrays in
+device memory count (HBM; a TPU has others), without the padding of tiles. Single numbers do not count.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,12 +21,13 @@ _COMPUTING = ("dot", "reduce", "convolution", "sort")
 
 
 def operation_bytes(module: Module, computation: Computation, operation: Instruction) -> tuple[float, float]:
-    """Bytes that an operation reads and writes; of one that runs beside others ("-start"), until its end.
+    """Returns the bytes that an operation reads and writes. For an operation that runs next to others
+    ("-start"), it returns the bytes until its end.
 
     Args:
-        module: of the program.
-        computation: that the operation is in.
-        operation: any that does work: not a loop, a conditional or a call.
+        module: the module of the program.
+        computation: the computation that has the operation.
+        operation: any operation that does work: not a loop, a conditional or a call.
     """
     if operation.opcode == "async-start":
         body = module.computations[operation.called("calls")]  # with one operation
@@ -46,7 +47,7 @@ def operation_bytes(module: Module, computation: Computation, operation: Instruc
 
 
 def _result_arrays(operation: Instruction) -> Sequence[Array]:
-    """The results; of an operation that ends later, those without its operands and its context."""
+    """Returns the results. If an operation ends later, they are without its operands and its context."""
     if operation.opcode == "copy-start":
         return operation.arrays[:1]
     if operation.opcode.endswith("-start") and operation.opcode.startswith(_TAKING):
@@ -96,7 +97,9 @@ def _fusion_bytes(module: Module, fusion: Instruction, operands: list[Instructio
 def _read_bytes(
     module: Module, body: Computation, name: str, array: Array, updates: Collection[str] = ()
 ) -> float:
-    """Bytes of an array that a fusion reads under this name. updates: what the fusion changes in place."""
+    """Returns the bytes of an array that a fusion reads under this name. updates: the arrays that the fusion
+    changes in place.
+    """
     if body.by_name[name] in _results(body):
         return _stored_bytes(array)
     size = 0.0

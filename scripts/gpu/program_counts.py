@@ -62,12 +62,12 @@ class ProgramCounter:
     """Counts the parts of a module.
 
     Args:
-        module: from `hlo_text.parse_module`; of one device.
-        kernel_bytes: what a Pallas kernel moves. None: its operands and results.
+        module: a module from `hlo_text.parse_module`, of one device.
+        kernel_bytes: returns the bytes that a Pallas kernel moves. None: its operands and results.
         trips: iterations of a loop whose number the text does not have.
-        branch: which branch of the conditionals of a step itself counts, as 0 and -1; None, and of the
-            conditionals within its parts: that which moves fewer bytes.
-        is_tpu: the program is compiled for a TPU.
+        branch: the branch that counts for the conditionals of a step itself, for example 0 or -1. For None,
+            and for the conditionals within its parts, it is the branch that moves fewer bytes.
+        is_tpu: True: the program is compiled for a TPU.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Compiles a program at two depths for a GPU or TPU, and reports bytes, launched operations, copies and
 temporaries of a step: per layer, next to the layers, and for the whole model. The bytes that a step has to
-move stand beside.
+move are next to them.
 """
 
 import dataclasses
@@ -87,9 +87,9 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
 
 
 def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
-    """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results:
-    of a cache the valid tokens, and nothing if the kernel appends to it; of experts those that the rows
-    chose. The text does not say what a kernel reads.
+    """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results.
+    For a cache they are the valid tokens, and nothing if the kernel appends to it. For experts they are the
+    ones that the rows chose. The text does not say which bytes a kernel reads.
     """
     rows = 1 if program == "engine_prefill" else job.rows
     length = min(job.length, job.capacity)
@@ -119,7 +119,7 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
 
 
 class _Compiled(NamedTuple):
-    """A program of so many layers, and what it does."""
+    """A program with this number of layers, and its counts."""
 
     layers: int
     temporaries: int  # bytes

@@ -60,7 +60,7 @@ class ProgramJob:
 
 
 class Call(NamedTuple):
-    """A jitted function and its arguments; shapes stand for what is not known before the call."""
+    """A jitted function and its arguments. Arguments that are not known before the call are shapes."""
 
     program: Any
     args: tuple[Any, ...]
@@ -133,7 +133,7 @@ def _cache(job: ProgramJob, length: int) -> KVCache:
 
 
 def engine_device(job: ProgramJob) -> Device:
-    """An engine's device whose rows have all sampled their first token; its pools are shapes."""
+    """Returns an engine's device whose rows have all sampled their first token. Its pools are shapes."""
     pages = job.rows * num_pages_for(job.capacity) + 1
     sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
     shape = EngineShape(**sizes)
@@ -183,7 +183,7 @@ def target_card(card: Card | Tpu, mesh: Mesh) -> Iterator[None]:
 
 
 def to_shapes(tree: Any, mesh: Mesh) -> Any:
-    """The arrays of a tree as shapes on the devices of a mesh; other leaves stay."""
+    """Returns the arrays of a tree as shapes on the devices of a mesh. Other leaves stay."""
 
     def shape(x: Any) -> Any:
         if not hasattr(x, "dtype"):

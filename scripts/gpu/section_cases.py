@@ -97,7 +97,7 @@ def random(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def copies_beyond_cache(args: tuple, tiny: bool) -> list[tuple]:
-    """The arguments, and so many copies of them that no cache of the GPU holds all."""
+    """Returns the arguments, and copies of them that together do not fit into a cache of the GPU."""
     size = sum(x.nbytes for x in jax.tree.leaves(args))
     count = 2 if tiny else int(np.clip(-(-_SET_BYTES // size), 1, _SETS))
     return [args, *(jax.tree.map(jnp.copy, args) for _ in range(count - 1))]

@@ -96,7 +96,9 @@ def device_works() -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """The value with Python numbers for NumPy's; NaN, infinities and other objects become strings."""
+    """Returns the value with Python numbers in place of NumPy's. NaN, infinities and other objects become
+    strings.
+    """
     if isinstance(value, dict):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

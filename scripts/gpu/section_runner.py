@@ -1,9 +1,10 @@
 """Runs the sections of check_gpu.py in child processes, one at a time and each with a time limit. Standard
 library only: it runs without jax and without a GPU.
 
-All results are JSON lines of one file, to which a child (section_process.py) appends `{"event": "begin",
-"case": 0, "name": …}` before each case, `"result"` with the same fields after it, `"end"` after the last one;
-or `"unsupported"` with a `why` if nothing can run on this machine. Its parent adds how each section ended.
+All results are JSON lines of one file. A child (section_process.py) appends `{"event": "begin", "case": 0,
+"name": …}` before each case, `"result"` with the same fields after it, and `"end"` after the last one. If
+nothing can run on this machine, it appends `"unsupported"` with a `why`. Its parent adds how each section
+ended.
 """
 
 import contextlib
@@ -181,7 +182,7 @@ def format_record(record: dict[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Returns a value in one line. A long text is cut to its end, where an error has its message."""
+    """Returns a value in one line. A long text is cut to its end, which has the message of an error."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = " ".join(str(value).split())

@@ -53,7 +53,7 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
 
 @contextlib.contextmanager
 def serving(options: Sequence[str], attack: Attack) -> Iterator[Server]:
-    """A server after its warm-up; it is killed at the end."""
+    """Yields a server after its warm-up. The server is killed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         if attack.reranker:
             options = [f"--model={write_reranker(Path(folder) / 'reranker')}"]

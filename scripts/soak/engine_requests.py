@@ -1,4 +1,4 @@
-"""Small models and random requests for engines, and the comparison of their answers; for check_engine.py,
+"""Small models and random requests for engines, and the comparison of their answers, for check_engine.py,
 soak_engine.py and tests.
 """
 
@@ -108,7 +108,7 @@ def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
 
 
 def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) -> list[RandomRequest]:
-    """Random requests; a third of them starts with one of four common prefixes."""
+    """Returns random requests. A third of them starts with one of four common prefixes."""
     common = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(4)]
     limit = min(shape["capacity"], 64 * (shape["pages"] - 1))
 
@@ -143,9 +143,10 @@ def check(
     model: xj.Model, requests: list[RandomRequest], shape: dict, rng: random.Random, rate: float,
     compared: int, margin: float, **further: Any,
 ) -> dict:  # fmt: skip
-    """Submits the requests together and then alone. Counts those whose bits differ, and those of the first
-    `compared` whose tokens differ from `generate`. further: arguments of the engine to which the requests
-    come together, as devices of prompts; alone they go to one without.
+    """Submits the requests together and then alone. Counts the requests whose bits differ, and, among the
+    first `compared`, the requests whose tokens differ from `generate`. further: arguments of the engine to
+    which the requests come together, for example the devices of prompts. Alone they go to an engine without
+    them.
     """
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(xj.Engine(model, **shape, **further))

@@ -77,7 +77,7 @@ def named() -> dict[str, Hostile]:
 
 
 def corpus(count: int = 200, seed: int = 0) -> list[Hostile]:
-    """So many hostile grammars, each of other sizes."""
+    """Returns `count` hostile grammars, each of other sizes."""
     draw = random.Random(seed)
     return [draw.choice(_kinds(draw))() for _ in range(count)]
 

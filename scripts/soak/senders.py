@@ -50,7 +50,7 @@ class Target:
         return raw
 
     def head(self, path: str, length: int | None = None) -> bytes:
-        """The head of a request; without a length also without its end."""
+        """Returns the head of a request. Without a length it also lacks its end."""
         headers = dict(self.headers, host=f"{HOST}:{self.port}")
         lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         end = [""] if length is None else [f"content-length: {length}", "", ""]
@@ -76,7 +76,9 @@ def post(target: Target, path: str, body: bytes) -> str:
 
 
 def post_as_user(target: Target, path: str, body: bytes) -> str:
-    """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
+    """Sends `post` as a separate client: the field `user` is its address, which a trusted proxy would
+    forward.
+    """
     headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
     return post(dataclasses.replace(target, headers=headers), path, body)
 
@@ -178,7 +180,9 @@ def tiny_reads(target: Target, path: str, byte: bytes) -> str:
 
 
 def heads(target: Target, path: str, rest: bytes) -> str:
-    """Sends a request again and again, on a new connection each time. rest: what follows its first lines."""
+    """Sends a request again and again, on a new connection each time. rest: the lines after its first
+    lines.
+    """
     status = ""
     while time.monotonic() < target.end:
         with contextlib.closing(target.connect()) as raw:

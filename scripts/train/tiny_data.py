@@ -142,9 +142,9 @@ _TURNS: dict[Callable[[random.Random], Turn], float] = {
 
 
 def conversations(rng: random.Random) -> Iterator[list[Message]]:
-    """Endless stream of training conversations; the same seed gives the same stream.
+    """Yields an endless stream of training conversations. The same seed gives the same stream.
 
-    The last message is the assistant's; a fifth of the conversations have a second question. The system
+    The last message is the assistant's. A fifth of the conversations have a second question. The system
     message is the default one in half of them, absent in 30 % (which the template renders as the default one)
     and another one in the rest.
     """
@@ -212,7 +212,7 @@ def corpus() -> list[str]:
 
 
 def train_tokenizer(directory: Path) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer of Qwen2.5's structure on `corpus()`; writes tokenizer.json and
+    """Trains a byte-level BPE tokenizer of Qwen2.5's structure on `corpus()`. Writes tokenizer.json and
     tokenizer_config.json.
 
     Ids 0-255 are the single bytes, so any text can be encoded. The three special tokens have the last ids.
