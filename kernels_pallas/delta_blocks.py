@@ -26,8 +26,8 @@ _MOST_DECAY = 128  # of a token's decay, whose exponential is 0 in float32
 
 
 def split(x: jax.Array) -> Parts:
-    """bfloat16 numbers whose sum is float32 x, the largest first: products of matrices are on matrix units of
-    16 bits, and none of its digits are dropped.
+    """Returns bfloat16 numbers whose sum is float32 x, the largest first: products of matrices are on matrix
+    units of 16 bits, and none of its digits are dropped.
     """
     high = _rounded(x)
     rest = x - high
@@ -36,20 +36,22 @@ def split(x: jax.Array) -> Parts:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """float32 x rounded to bfloat16's digits, by its bits: XLA leaves out a conversion there and back."""
+    """Returns float32 x rounded to bfloat16's digits, by its bits: XLA leaves out a conversion there and
+    back.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + 0x8000) & ~0xFFFF, jnp.float32)
 
 
 def pad_tokens(new: NewToken) -> NewToken:
-    """Tokens [B, T, ...] up to whole blocks."""
+    """Returns tokens [B, T, ...] up to whole blocks."""
     missing = -new.q.shape[1] % BLOCK
     return NewToken(*(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new)) if missing else new
 
 
 def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[LogDecay, jax.Array]:
-    """float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and beta.
-    Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
+    """Returns float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and
+    beta. Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
     steps = log_steps(new, weights, num_tokens_B)
     B, T, N = steps[0].shape

@@ -90,7 +90,7 @@ def device_impl() -> Selection:
 
 
 def platforms() -> tuple[str, ...]:
-    """The platforms of this process's devices, as `lax.platform_dependent` names them."""
+    """Returns the platforms of this process's devices, as `lax.platform_dependent` names them."""
     here = device_impl().impl
     if here == "tpu":
         return "cpu", "tpu"
@@ -112,8 +112,8 @@ def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
 
 
 def unavailable_reason(impl: str | None) -> str | None:
-    """Why this process cannot run an implementation at all. None: it can. Ignore it for programs that are
-    only compiled here.
+    """Returns the reason why this process cannot run an implementation at all. None: it can. Ignore it for
+    programs that are only compiled here.
     """
     if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
@@ -194,15 +194,17 @@ def platform_of(chosen: str, requested: str | None) -> str | None:
 
 
 def run_on_platform(platform: str | None, kernel: Callable, plain: Callable, *operands: Any) -> Any:
-    """`kernel(*operands)` in programs of this platform, `plain` in others. None: `kernel` in all programs."""
+    """Runs `kernel(*operands)` in programs of this platform, `plain` in others. None: `kernel` in all
+    programs.
+    """
     if platform is None:
         return kernel(*operands)
     return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
-    Constants are not marked by themselves.
+    """Returns the tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input
+    varies. Constants are not marked by themselves.
     """
     axes = _varying_axes(inputs)
 
@@ -214,8 +216,8 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
 
 
 def result_type(shape: tuple[int, ...], dtype: Any, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
-    varies over.
+    """Returns the type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an
+    input varies over.
     """
     varying = jax.sharding.ManualAxisType(varying=_varying_axes(inputs))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

@@ -42,8 +42,9 @@ def is_for_tpu(matrix: Any) -> bool:
 
 
 def values_for_tpu(values: Any) -> Any:
-    """Numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two groups
-    have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and 6 to 4.
+    """Returns numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two
+    groups have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and
+    6 to 4.
     """
     (*experts, groups, _, outputs) = values.shape
     pairs = values.reshape(*experts, groups // 2, 2, _HALF, outputs)
@@ -54,7 +55,7 @@ def values_for_tpu(values: Any) -> Any:
 
 
 def values_from_tpu(values: Any) -> Any:
-    """The numbers [..., Q, 16, O] of `values_for_tpu`."""
+    """Returns the numbers [..., Q, 16, O] of `values_for_tpu`."""
     xp = values.__array_namespace__()
     (*experts, size, outputs) = values.shape
     bits = values.reshape(*experts, -1, GROUP, outputs)
@@ -74,12 +75,14 @@ def number(values: jax.Array, shift: int) -> jax.Array:
 
 
 def power(scale: jax.Array) -> jax.Array:
-    """The powers of two of scales, float32."""
+    """Returns the powers of two of scales, float32."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 
 def even_inputs_first(x_MI: jax.Array) -> jax.Array:
-    """x with the even inputs of each group before the odd ones: the order of both halves of its bytes."""
+    """Returns x with the even inputs of each group before the odd ones: the order of both halves of its
+    bytes.
+    """
     x_MQY2 = x_MI.reshape(len(x_MI), -1, _HALF, 2)
     return jnp.swapaxes(x_MQY2, 2, 3).reshape(x_MI.shape)
 

@@ -91,7 +91,7 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Ar
 
 
 def int8_head_argmax(x_BD, weight_VD, scale_V, *, soft_cap=None) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix with a scale of each token."""
+    """Runs `lm_head_argmax` of an int8 matrix with a scale of each token."""
     return lm_head_argmax(x_BD, weight_VD.astype(jnp.float32) * scale_V[:, None], soft_cap=soft_cap)
 
 

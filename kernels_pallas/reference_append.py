@@ -55,7 +55,7 @@ def rope_append(  # noqa: PLR0913
 
 
 def norm_heads(q_BTNH, k_BTKH, norms: HeadNorms | None) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys after these norms. None: as they are."""
+    """Returns queries and keys after these norms. None: as they are."""
     if norms is None:
         return q_BTNH, k_BTKH
 

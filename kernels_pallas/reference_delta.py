@@ -66,7 +66,7 @@ def delta_step(
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps: float
 ) -> tuple[jax.Array, DeltaState]:
-    """`delta_step` for the first num_tokens_B of T tokens of each row, from position start_B on: results
+    """Runs `delta_step` for the first num_tokens_B of T tokens of each row, from position start_B on: results
     [B, T, N Y], zeros past them, and the state after them.
     """
 
@@ -95,7 +95,7 @@ def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> j
 
 
 def gated(x: jax.Array, z: jax.Array, norm: jax.Array) -> jax.Array:
-    """The second half of `gated_norm`: of x divided by its root mean square."""
+    """Returns the second half of `gated_norm`: of x divided by its root mean square."""
     x = rounded(norm.astype(jnp.float32) * rounded(x, z.dtype), z.dtype)
     return (x * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
@@ -118,7 +118,7 @@ def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> 
 
 
 def decay_and_beta(a, b, log_rate, bias) -> tuple[jax.Array, jax.Array]:
-    """float32: the logarithm of the decay, and beta."""
+    """Returns float32: the logarithm of the decay, and beta."""
     a, b, log_rate, bias = (x.astype(jnp.float32) for x in (a, b, log_rate, bias))
     a += bias
     softplus = jnp.maximum(a, 0) + jnp.log1p(jnp.exp(-jnp.abs(a)))
@@ -134,7 +134,7 @@ def before_tokens(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Arra
 
 
 def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.Array) -> list[jax.Array]:
-    """The last W inputs after the tokens, [B, heads, W, width]."""
+    """Returns the last W inputs after the tokens, [B, heads, W, width]."""
     W = before[0].shape[2]
     slot_BW1 = (num_tokens_B[:, None] - W + jnp.arange(W))[..., None]
 
@@ -151,9 +151,9 @@ def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.A
 def convolved(
     before: Sequence[jax.Array], new: Sequence[Any], weights: DeltaWeights, num_tokens_B: jax.Array
 ) -> list[jax.Array]:
-    """silu of the convolution, float32 [B, T, heads, width]: queries of length 1 over the square root of H,
-    keys of length 1, and values. Tokens past the length count as zeros.
-    before, new: the inputs of the convolution before the tokens, and theirs [B, T, ...].
+    """Returns silu of the convolution, float32 [B, T, heads, width]: queries of length 1 over the square root
+    of H, keys of length 1, and values. Tokens past the length count as zeros. before, new: the inputs of the
+    convolution before the tokens, and theirs [B, T, ...].
     """
 
     def convolve(before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array) -> jax.Array:

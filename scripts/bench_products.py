@@ -68,7 +68,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> Any:
 
 
 def program_of(form: str, x_MI: jax.Array, weight: Any) -> Callable:
-    """The product by a form, compiled."""
+    """Returns the product by a form, compiled."""
 
     def product(x_MI: jax.Array, weight: Any) -> jax.Array:
         return float_product(x_MI, weight) if isinstance(weight, jax.Array) else weight.product(x_MI)

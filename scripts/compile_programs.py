@@ -121,7 +121,7 @@ def compile_kernels(only: list[str]) -> list[str]:
 
 
 def chosen_depths() -> list[int] | None:
-    """--layers. None: it is not given."""
+    """Returns --layers. None: it is not given."""
     if not LAYERS.value:
         return None
     depths = [int(text) for text in LAYERS.value if text.isdigit() and int(text)]

@@ -49,7 +49,7 @@ Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def hf_config(tokenizer) -> dict:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     stop = tokenizer.token_to_id(tiny_data.END)
     pad = tokenizer.token_to_id(tiny_data.END_OF_TEXT)
     return dict(
@@ -143,7 +143,9 @@ def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
 
 
 def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
-    """The questions of the evaluation: name of the group -> rendered prompts with their right answers."""
+    """Returns the questions of the evaluation: name of the group -> rendered prompts with their right
+    answers.
+    """
 
     def render(turns: list[tiny_data.Turn], system: str | None = None) -> list[tuple[str, str]]:
         prefix = [] if system is None else [{"role": "system", "content": system}]

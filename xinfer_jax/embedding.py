@@ -146,8 +146,8 @@ class TextEncoder:
         self._escape = escape
 
     def encode(self, name: str, text: Any) -> list[int]:
-        """The ids of a text with its prompt, or of a list of ids: at least one. Raises InputError with the
-        text's name.
+        """Returns the ids of a text with its prompt, or of a list of ids: at least one. Raises InputError
+        with the text's name.
         """
         model = self._model
         if isinstance(text, str):
@@ -199,7 +199,7 @@ def kept_tokens(truncate_prompt_tokens: int | None, limit: int) -> int | None:
 
 @functools.lru_cache(4)
 def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of the special tokens before each text, and after it."""
+    """Returns the ids of the special tokens before each text, and after it."""
     plain, whole = (tokenizer.encode("a", special) for special in (False, True))
     at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return whole[:at], whole[at + len(plain) :]
@@ -248,7 +248,7 @@ def _batches(widths: list[int]) -> Iterator[list[int]]:
 
 @partial(jax.jit, static_argnums=2)
 def _pool(hidden_BTD: jax.Array, num_tokens_B: jax.Array, pooling: str) -> jax.Array:
-    """float32 [B, D]: the mean over each row's tokens, or the state of its last or first one."""
+    """Returns float32 [B, D]: the mean over each row's tokens, or the state of its last or first one."""
     if pooling == "last":
         return last_hidden(hidden_BTD, num_tokens_B).astype(jnp.float32)
     if pooling == "first":

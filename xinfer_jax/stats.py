@@ -105,7 +105,7 @@ class Stopwatch:
             self._spans.append((max(now - duration_secs, self._start), now))
 
     def _covered(self) -> float:
-        """Length of the union of the spans: an inner function's trace is inside its caller's."""
+        """Returns the length of the union of the spans: an inner function's trace is inside its caller's."""
         total = 0.0
         end = 0.0
         for first, last in sorted(self._spans):

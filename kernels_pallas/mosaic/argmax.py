@@ -28,7 +28,7 @@ def float_to_key(x: jax.Array) -> jax.Array:
 
 
 def key_to_float(key: jax.Array) -> jax.Array:
-    """The float32 number of a key."""
+    """Returns the float32 number of a key."""
     return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _MAX_INT, key), jnp.float32)
 
 
@@ -169,5 +169,5 @@ def lm_head_argmax(
 
 
 def _first_of_largest(key_BP: jax.Array, index_BP: jax.Array) -> jax.Array:
-    """[B]: the lowest of the indices whose key is the largest of a row."""
+    """Returns [B]: the lowest of the indices whose key is the largest of a row."""
     return jnp.min(jnp.where(key_BP == jnp.max(key_BP, -1, keepdims=True), index_BP, _MAX_INT), -1)

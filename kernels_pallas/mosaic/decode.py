@@ -152,7 +152,7 @@ def decode_attention(  # noqa: PLR0913
 
 
 def _rows(first) -> jax.Array:
-    """int32 [64]: the rows of a tile, in the layout of a column of its scores."""
+    """Returns int32 [64]: the rows of a tile, in the layout of a column of its scores."""
     return plgpu.broadcasted_iota(jnp.int32, (parts.ROWS,), 0, layout=parts.WGMMA.reduce(1)) + first
 
 

@@ -27,19 +27,21 @@ def compiler_params(**kwargs: Any) -> plgpu.CompilerParams:
 
 
 def swizzle(width: int, dtype: Any) -> int:
-    """The widest swizzle, in bytes, that divides a row of this many elements."""
+    """Returns the widest swizzle, in bytes, that divides a row of this many elements."""
     return next(size for size in (128, 64, 32) if width * jnp.dtype(dtype).itemsize % size == 0)
 
 
 def smem_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A shared-memory tile that TMA fills and wgmma reads."""
+    """Returns a shared-memory tile that TMA fills and wgmma reads."""
     size = swizzle(shape[-1], dtype)
     tiling = plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
 
 
 def pad_to_multiples(x: jax.Array, *multiples: int) -> jax.Array:
-    """x with its last axes zero-padded to these multiples, as TMA needs them. Copies only if it pads."""
+    """Returns x with its last axes zero-padded to these multiples, as TMA needs them. Copies only if it
+    pads.
+    """
     missing = [-size % multiple for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
 
@@ -52,17 +54,17 @@ def broadcast_along(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.
 
 
 def column_index(shape: tuple[int, int]) -> jax.Array:
-    """int32: the column of each element."""
+    """Returns int32: the column of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
 
 def row_index(shape: tuple[int, int]) -> jax.Array:
-    """int32: the row of each element."""
+    """Returns int32: the row of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
 
 def init_softmax(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
+    """Returns accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
     row = WGMMA.reduce(1)
     return (
         plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA),
@@ -88,7 +90,9 @@ def attention_scores(
 
 
 def tanh_capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
-    """tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh has only 11 exact bits."""
+    """Returns tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh has only 11 exact
+    bits.
+    """
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E * scale / soft_cap)))
 
 
@@ -110,7 +114,7 @@ def key_capacity(k_PKSH: jax.Array, table_BP: jax.Array | None, ring: bool) -> i
 
 
 def lowest_key(position: jax.Array, window: int | None) -> jax.Array:
-    """The first position that the query at `position` sees."""
+    """Returns the first position that the query at `position` sees."""
     return jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0)
 
 
@@ -153,7 +157,7 @@ def zero_rows_outside(tile_ref, begin: jax.Array | None, end: jax.Array) -> None
 
 
 def add_values(acc, p, v_smem, emulate: bool):
-    """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers, so it gets a plain
+    """Returns acc + p · v. Pallas's interpreter has no wgmma with an operand in registers, so it gets a plain
     product.
     """
     if emulate:

@@ -69,8 +69,8 @@ def _append_prompts(  # noqa: PLR0913
 
 
 def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -> jax.Array:
-    """`old` with the first count_B[b] tokens of `new` from position start_B[b] on. Their slots are on axis
-    1 + `tiling.axis`: [P, K, S, X] and [B, K, T, X], or the scale and [B, K, 4, T].
+    """Returns `old` with the first count_B[b] tokens of `new` from position start_B[b] on. Their slots are on
+    axis 1 + `tiling.axis`: [P, K, S, X] and [B, K, T, X], or the scale and [B, K, 4, T].
     """
     new = _tiles_of(new.astype(old.dtype), start_B, tiling)
     shape = list(old.shape[1:])

@@ -33,7 +33,7 @@ class _Settings(NamedTuple):
 
 
 def tile_slots(dtype: Any) -> int:
-    """The slots of the smallest tile of keys and values that a copy takes."""
+    """Returns the slots of the smallest tile of keys and values that a copy takes."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
@@ -93,7 +93,7 @@ def append_tokens(  # noqa: PLR0913
 
 
 def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
-    """The rows of a program: of one token each all, or a multiple of 16."""
+    """Returns the rows of a program: of one token each all, or a multiple of 16."""
     B, T, N, H = qkv[0].shape
     K, _, X = kv.values.shape[1:]
     of_values, of_scale = tilings
@@ -107,18 +107,18 @@ def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
 
 
 def _fill_lanes(x_BTNH, width: int) -> jax.Array:
-    """[B, T, X] with X a multiple of 128 and of the width."""
+    """Returns [B, T, X] with X a multiple of 128 and of the width."""
     x = x_BTNH.reshape(*x_BTNH.shape[:2], -1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % max(width, LANES))))
 
 
 def _in_lanes(x_BTX) -> jax.Array:
-    """The array, or [1, B, X] of one token of each row: so that rows fill tiles."""
+    """Returns the array, or [1, B, X] of one token of each row: so that rows fill tiles."""
     return x_BTX.reshape(1, len(x_BTX), -1) if x_BTX.shape[1] == 1 else x_BTX
 
 
 def _block(x, settings: _Settings) -> pl.BlockSpec:
-    """The rows of a program."""
+    """Returns the rows of a program."""
     if settings.tokens == 1:
         return pl.BlockSpec((1, settings.rows, x.shape[2]), lambda i, *_: (0, i, 0))
     return pl.BlockSpec((settings.rows, *x.shape[1:]), lambda i, *_: (i, 0, 0))
@@ -229,7 +229,9 @@ def _compute(ref, settings: _Settings, a: Any) -> None:
 
 
 def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | None) -> list[jax.Array]:
-    """float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the input."""
+    """Returns float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the
+    input.
+    """
     H = settings.width
     x_ref = ref[name]
     W = max(H, LANES)
@@ -246,7 +248,7 @@ def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | Non
 
 
 def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
-    """The RMS norm of each head, rounded as `HeadNorms` says."""
+    """Returns the RMS norm of each head, rounded as `HeadNorms` says."""
     H = settings.width
     W = x_RW.shape[1]
     squares_RW = x_RW * x_RW
@@ -267,7 +269,7 @@ def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
 
 
 def _side_by_side(k_RW, v_RW, half: int, width: int) -> jax.Array:
-    """The key and the value of one of two heads, in one vector."""
+    """Returns the key and the value of one of two heads, in one vector."""
     is_key = lax.broadcasted_iota(jnp.int32, k_RW.shape, 1) < width
     if half:
         k_RW = pltpu.roll(k_RW, width, 1)

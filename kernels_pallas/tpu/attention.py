@@ -124,7 +124,7 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, k
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
-    """The rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
+    """Returns the rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
     multiple = 32 // itemsize
     return multiple * pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, _PART_ROWS)), multiple)
 
@@ -140,7 +140,7 @@ def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
 
 
 def tile_tokens(tokens: int, group: int, heads: int) -> int:
-    """The tokens of a tile of queries, of which each has `group` rows for each key head."""
+    """Returns the tokens of a tile of queries, of which each has `group` rows for each key head."""
     most = max(min(_TILE_ROWS, _ALL_ROWS // heads) // group, 1)
     return tokens if tokens <= most else max(16, 2 ** int(math.log2(most)))
 

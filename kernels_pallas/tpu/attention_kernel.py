@@ -30,7 +30,9 @@ class _Item(NamedTuple):
     high: Any
 
     def blocks(self, block: int) -> tuple[Any, Any]:
-        """The first block of positions, and the end: at least one, so that each item has a next one."""
+        """Returns the first block of positions, and the end: at least one, so that each item has a next
+        one.
+        """
         first = lax.div(self.low, block)
         return first, jnp.maximum(pl.cdiv(self.high, block), first + 1)
 
@@ -117,7 +119,7 @@ def _item(ref, settings: Settings, row, tile) -> _Item:
 
 
 def _chunks(settings: Settings, item: _Item, block) -> tuple[Any, Any]:
-    """The range of chunks of a block that the item sees."""
+    """Returns the range of chunks of a block that the item sees."""
     chunks = settings.block // settings.chunk
     first = jnp.maximum(lax.div(item.low, settings.chunk), block * chunks)
     return first, jnp.minimum(pl.cdiv(item.high, settings.chunk), (block + 1) * chunks)
@@ -139,7 +141,7 @@ def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Call
 
 
 def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:
-    """The copies of one chunk of a row to its place among the chunks of a buffer."""
+    """Returns the copies of one chunk of a row to its place among the chunks of a buffer."""
     size = settings.chunk
     owner = item.row
     slot = chunk * size
@@ -231,7 +233,7 @@ def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -
 
 
 def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> Keys:
-    """The keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
+    """Returns the keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
     size = settings.step
     item = step.item
     key_1S = step.position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
@@ -272,7 +274,7 @@ def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
 
 
 def _heads(ref, settings: Settings) -> list[tuple[int, Any]]:
-    """The key head and the rows in `query` of each query head."""
+    """Returns the key head and the rows in `query` of each query head."""
     heads = ref["query"].shape[0]
     group = ref["q"].shape[-1] // settings.width // heads
     return [(i // group, pl.ds(i % group * settings.tokens, settings.tokens)) for i in range(heads * group)]

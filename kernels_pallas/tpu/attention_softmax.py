@@ -132,7 +132,7 @@ def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[
 
 
 def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> jax.Array:
-    """The scores of the bias of keys. Queries are rotated back, not keys forth."""
+    """Returns the scores of the bias of keys. Queries are rotated back, not keys forth."""
     query_RW = ref["query"][tile].astype(jnp.float32)
     near_CH = ref["near"][tile.head]
     last = ref["angle"].shape[0] - 1  # a ring may go on past the capacity
@@ -147,14 +147,14 @@ def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> j
 
 
 def _to_lanes(x_RL: jax.Array, width: int) -> jax.Array:
-    """[R, width] of numbers that are the same in all lanes of a row."""
+    """Returns [R, width] of numbers that are the same in all lanes of a row."""
     if width % LANES:
         return jnp.broadcast_to(x_RL[:, :1], (len(x_RL), width))
     return jnp.concatenate([x_RL] * (width // LANES), -1)
 
 
 def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
-    """[R, 128], whose lanes have the same sum as the row."""
+    """Returns [R, 128], whose lanes have the same sum as the row."""
     S = x_RS.shape[1]
     if S % LANES:
         is_first = lax.broadcasted_iota(jnp.int32, (len(x_RS), LANES), 1) == 0
@@ -170,7 +170,9 @@ def divide(ref, tiles: list[Tile]) -> None:
 
 
 def join_scales(parts: list[jax.Array], chunk: int) -> list[jax.Array]:
-    """Step and low of keys and of values, [1, S] each, of chunks in the form of `SideBySide.scale`."""
+    """Returns step and low of keys and of values, [1, S] each, of chunks in the form of
+    `SideBySide.scale`.
+    """
     rows, lanes = parts[0].shape
     columns = [jnp.concatenate([x[:, i : i + chunk] for x in parts], -1) for i in range(0, lanes, chunk)]
     return [x[i : i + 1] for i in range(rows) for x in columns]

@@ -72,7 +72,7 @@ def delta_step(
         return pl.BlockSpec((x.shape[0], x.shape[1] // groups), lambda g, t, r, *_: (0, g))
 
     def of_row(x: Any, axis: int) -> pl.BlockSpec:
-        """The heads, on that axis, of a group."""
+        """Returns the heads, on that axis, of a group."""
         shape = [1, *x.shape[1:]]
         shape[axis] //= groups
         before, after = [0] * (axis - 1), [0] * (3 - axis)
@@ -166,7 +166,7 @@ def _prepare(refs: _Refs) -> None:
 
 
 def _step(refs: _Refs, group: Any, r: Any, begins: Any) -> None:
-    """Row r of a tile."""
+    """Returns row r of a tile."""
     q_KH, k_KH, v_NY = (_convolve(refs, i, r, begins) for i in range(3))
     shrink_1N, beta_1N = (ref[group, pl.ds(r, 1)] for ref in (refs.shrink, refs.beta))
 

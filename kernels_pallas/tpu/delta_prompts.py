@@ -223,8 +223,8 @@ def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
 
 
 def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
-    """The solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after the
-    other.
+    """Returns the solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after
+    the other.
     """
     inverses = _inverses(lower)
     first = [_dot(a, split(y[:_HALF]), 0) for (a, _), y in zip(inverses, right, strict=True)]
@@ -234,7 +234,7 @@ def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
-    """The inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
+    """Returns the inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
     triangle, by substitution: each row that is known is taken from those after it, a register of rows after
     the other. The squares of two triangles are side by side in lanes.
     """
@@ -263,8 +263,8 @@ def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
 
 
 def _dot(a: Parts, b: Parts, axis: int) -> jax.Array:
-    """`parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a matrix
-    unit: of 64 or 128 numbers it would use a part of it six times.
+    """Runs `parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a
+    matrix unit: of 64 or 128 numbers it would use a part of it six times.
     """
     left = jnp.concatenate([a[i] for i, _ in PAIRS], 1)
     right = jnp.concatenate([b[i] for _, i in PAIRS], axis)

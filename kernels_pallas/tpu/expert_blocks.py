@@ -69,7 +69,9 @@ def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=No
 
 
 def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
-    """The expert and the part of down: while gate and up are computed still the last of the tile before."""
+    """Returns the expert and the part of down: while gate and up are computed still the last of the tile
+    before.
+    """
     at = b * tiles + t
     if settings.is_whole:
         return experts[at], 0
@@ -124,7 +126,9 @@ def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable)
 
 
 def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:
-    """The operands and their blocks for gate, up and down. indices: of the expert and part of a grid step."""
+    """Returns the operands and their blocks for gate, up and down. indices: of the expert and part of a grid
+    step.
+    """
     arrays = []
     specs = []
     for n, (matrix, index) in enumerate(zip(matrices, indices, strict=True)):

@@ -242,7 +242,7 @@ def _columns(part: Any, width: int, count: int) -> Any:
 
 
 def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.Array:
-    """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
+    """Returns x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
     form = settings.forms[n // 2]
     read = None
     if form.has_blocks:
@@ -256,14 +256,14 @@ def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.
 
 
 def _read_block_scale(ref: Any, i: int, expert: Any, by_inputs: bool) -> jax.Array:
-    """float32 [Q, 1], of block i of outputs of an expert."""
+    """Returns float32 [Q, 1], of block i of outputs of an expert."""
     scale_QX = ref[:, i] if by_inputs else ref[i]
     lane = lax.broadcasted_iota(jnp.int32, scale_QX.shape, 1)
     return jnp.where(lane == lax.rem(expert, scale_QX.shape[1]), scale_QX, 0).sum(1, keepdims=True)
 
 
 def _row(ref: Any, expert: Any) -> jax.Array:
-    """float32 [1, O], of an expert."""
+    """Returns float32 [1, O], of an expert."""
     rows = ref[...].astype(jnp.float32)
     is_here = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == lax.rem(expert, len(rows))
     return jnp.where(is_here, rows, 0).sum(0, keepdims=True)

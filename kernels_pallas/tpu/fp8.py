@@ -25,22 +25,22 @@ def blocks_at_once() -> int:
 
 
 def rows_of_blocks(x_RI: jax.Array) -> jax.Array:
-    """R rows for each of the blocks that are multiplied at once: x with zeros for the others."""
+    """Returns R rows for each of the blocks that are multiplied at once: x with zeros for the others."""
     count = blocks_at_once()
     block = lax.rem(lax.div(lax.broadcasted_iota(jnp.int32, x_RI.shape, 1), FP8_BLOCK), count)
     return jnp.concatenate([jnp.where(block == i, x_RI, 0) for i in range(count)])
 
 
 def column_of(row_1Q: jax.Array) -> jax.Array:
-    """[Q, 1] of [1, Q]."""
+    """Returns [Q, 1] of [1, Q]."""
     row, column = (lax.broadcasted_iota(jnp.int32, row_1Q.shape[1:] * 2, axis) for axis in (0, 1))
     return jnp.where(row == column, row_1Q, 0).sum(1, keepdims=True)
 
 
 def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:
-    """x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks to x),
-    to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no blocks).
-    read: of a block of outputs the scales [Q, 1].
+    """Returns x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks
+    to x), to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no
+    blocks). read: of a block of outputs the scales [Q, 1].
     """
     inputs = values.shape[axis]
     outputs = values.shape[1 - axis]

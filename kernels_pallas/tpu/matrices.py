@@ -50,7 +50,7 @@ class Form:
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: Any, rows: int) -> "Form":
-        """The form of a matrix for x of this dtype and M rows."""
+        """Returns the form of a matrix for x of this dtype and M rows."""
         values = matrix.values
         rows = 8 * pl.cdiv(rows, 8)
         if values.ndim == 3:
@@ -86,11 +86,11 @@ class Form:
         return pl.cdiv(self.outputs, FP8_BLOCK), pl.cdiv(self.inputs, FP8_BLOCK)
 
     def output_scale(self, matrix: Matrix) -> jax.Array | None:
-        """The scale per output, or None."""
+        """Returns the scale per output, or None."""
         return None if self.has_groups or self.has_blocks else matrix.scale
 
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
-        """The operands of a kernel, without a scale per output."""
+        """Returns the operands of a kernel, without a scale per output."""
         if not self.has_groups:
             values = jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values
             return [values, matrix.scale] if self.has_blocks else [values]
@@ -110,7 +110,7 @@ class Form:
         return [(shape, len(shape) - 1)] + [((8 * pl.cdiv(Q, 8), tile), 1)] * (1 + self.has_zero)
 
     def group_memory(self, tile: int) -> list[Any]:
-        """Memory for scales and zero points of a tile, as products take them."""
+        """Returns memory for scales and zero points of a tile, as products take them."""
         if self.has_blocks:
             return [pltpu.VMEM((self.block_counts[1], LANES * pl.cdiv(tile, LANES)), jnp.float32)]
         shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
@@ -120,7 +120,7 @@ class Form:
     # --- x --------------------------------------------------------------------------------------------------
 
     def prepared(self) -> list[Any]:
-        """Memory for the results of `prepare`."""
+        """Returns memory for the results of `prepare`."""
         R = self.rows
         if self.kind in ("float", "fp8"):
             copies = fp8.blocks_at_once() if self.has_blocks else 1
@@ -158,8 +158,8 @@ class Form:
         refs[0][...] = jnp.concatenate([high_RI, low_RI]).astype(jnp.int8)
 
     def _order(self, size: int) -> jax.Array:
-        """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix of int4 has:
-        the two halves of a byte one after the other.
+        """Returns [C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix of
+        int4 has: the two halves of a byte one after the other.
         """
         Y = self.group // 2
         column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
@@ -254,8 +254,8 @@ class Form:
     def _by_halves(
         self, values: jax.Array, scales: list[jax.Array], zeros: Sequence[jax.Array] = ()
     ) -> jax.Array:
-        """The bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and pairs of
-        each group's scale and zero point minus 8 [1, O].
+        """Returns the bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and
+        pairs of each group's scale and zero point minus 8 [1, O].
         """
         words = pltpu.bitcast(values, jnp.int32)
         scale = _wide(scales, self.group)
@@ -263,9 +263,9 @@ class Form:
         return (signed - (_wide(zeros, self.group) if zeros else -8.0)) * scale
 
     def _mxfp4(self, values: jax.Array, scales: list[jax.Array]) -> jax.Array:
-        """The bfloat16 matrix of some groups over `_E2M1_SCALE`: of `values_for_tpu` [16 for each, O], and of
-        each the scale [1, O] or a pair of it. In FP8 of type E5M2, which chips convert, numbers in E2M1 have
-        the same bits, and smaller exponents.
+        """Returns the bfloat16 matrix of some groups over `_E2M1_SCALE`: of `values_for_tpu` [16 for each,
+        O], and of each the scale [1, O] or a pair of it. In FP8 of type E5M2, which chips convert, numbers in
+        E2M1 have the same bits, and smaller exponents.
         """
         words = pltpu.bitcast(values, jnp.int32)
         first = words & _SIGNS_AND_SIZES
@@ -278,7 +278,7 @@ class Form:
 
 
 def _wide(pairs: Sequence[jax.Array], rows: int) -> jax.Array:
-    """Each pair of numbers [1, O] in all rows of a group, bfloat16."""
+    """Returns each pair of numbers [1, O] in all rows of a group, bfloat16."""
     wide = [jnp.broadcast_to(pair, (rows // 2, pair.shape[1])) for pair in pairs]
     return pltpu.bitcast(jnp.concatenate(wide), jnp.bfloat16)
 

@@ -72,7 +72,7 @@ def pieces(outputs: int) -> list[slice]:
 
 
 def as_row(ref: Any) -> jax.Array:
-    """float32 [1, size] of an array of one axis."""
+    """Returns float32 [1, size] of an array of one axis."""
     return ref[...].astype(jnp.float32).reshape(1, -1)
 
 
@@ -101,7 +101,7 @@ def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factor
 
 
 def rotate_lanes(x_RW: jax.Array, factors: Factors, pairs: int) -> jax.Array:
-    """float32 vectors with their pairs (i, i + P) rotated."""
+    """Returns float32 vectors with their pairs (i, i + P) rotated."""
     same, up, down = factors
     rotated = x_RW * same + pltpu.roll(x_RW, x_RW.shape[1] - pairs, 1) * up
     return rotated + pltpu.roll(x_RW, pairs, 1) * down
@@ -131,7 +131,7 @@ def _between(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def round_to_float16(x: jax.Array) -> jax.Array:
-    """float32 x rounded to a number that float16 has: nearest, half to even."""
+    """Returns float32 x rounded to a number that float16 has: nearest, half to even."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
     rounded = lax.bitcast_convert_type(bits, jnp.float32)

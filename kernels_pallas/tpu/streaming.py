@@ -170,7 +170,7 @@ def prepare(step: Step) -> None:
 
 
 def multiply_tile(step: Step, n: int) -> jax.Array:
-    """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
+    """Returns x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
     number, settings, operands, _, memory, _ = step
     tile = settings.tiles[n]
     first = 0 if settings.counts[n] == 1 else pl.multiple_of(number * tile, LANES)

@@ -55,7 +55,7 @@ class Update(NamedTuple):
 
 
 def scale_tile(slots: int) -> int:
-    """The slots of a tile of the scale, in a row or a page of `slots` slots."""
+    """Returns the slots of a tile of the scale, in a row or a page of `slots` slots."""
     return slots if slots % LANES else LANES
 
 

@@ -159,7 +159,7 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 def _rotated(refs, token, head, column_W, real_W) -> jax.Array:
-    """float32: columns of a vector, rotated, and rounded to its dtype."""
+    """Returns float32: columns of a vector, rotated, and rounded to its dtype."""
     (x_ref, *angle_refs) = refs
 
     def load(ref, axes, at_W, mask_W, other=0):
@@ -187,7 +187,7 @@ def _store(ref, place, column_W, x_W, mask=None) -> None:
 
 
 def _load(ref, source, first: int, count: int, heads: int | None = None) -> jax.Array:
-    """float32: `count` columns, then zeros up to the size of a tile."""
+    """Returns float32: `count` columns, then zeros up to the size of a tile."""
     at, mask = _indices(source, first, count, heads)
     return pltriton.load(ref.at[at], mask=mask, other=0).astype(jnp.float32)
 

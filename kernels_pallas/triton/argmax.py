@@ -41,14 +41,14 @@ def _argmax_kernel(x_ref, best_ref, index_ref, *, V):
 
 
 def _first_best(x, index):
-    """The largest along the first axis, and its first index. A NaN is larger than every number."""
+    """Returns the largest along the first axis, and its first index. A NaN is larger than every number."""
     nan = x != x  # tested separately, because the GPU's max drops it
     best = jnp.where(jnp.max(nan.astype(jnp.int32), 0) > 0, jnp.nan, jnp.max(jnp.where(nan, -jnp.inf, x), 0))
     return best, jnp.min(jnp.where(nan | (x == best), index, jnp.iinfo(jnp.int32).max), 0)
 
 
 def _of_best_block(best_Bi, of_block_Bi):
-    """of_block_Bi at the block with the largest best_Bi, for each row."""
+    """Returns of_block_Bi at the block with the largest best_Bi, for each row."""
     return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
 
 

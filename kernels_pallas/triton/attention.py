@@ -76,7 +76,7 @@ def decode_attention(  # noqa: PLR0913
 
 
 def _block_bytes(k: jax.Array | Levels, keys: int) -> int:
-    """Bytes of a block of keys and values of one head, with their steps and lows."""
+    """Returns the bytes of a block of keys and values of one head, with their steps and lows."""
     return 2 * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
 
 
@@ -130,7 +130,9 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
 
 
 def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a program reads, by the names that `attention_kernel` uses, and their blocks."""
+    """Returns the arrays that a program reads, by the names that `attention_kernel` uses, and their
+    blocks.
+    """
     k, v, table_BP, bias = layout
     B, T, N, H = q_BTNH.shape
     P, K, S, _ = k.shape

@@ -67,7 +67,7 @@ class _Solved(NamedTuple):
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
+    """Runs `reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
     slowly, by Pallas's interpreter.
     """
     T = new.z.shape[1]
@@ -208,13 +208,13 @@ def _walk(  # noqa: PLR0913
 
 
 def _inverse(lower_CC: jax.Array) -> jax.Array:
-    """The inverse of I + a strictly lower triangle, by products of ever larger squares on the diagonal: that
-    of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
+    """Returns the inverse of I + a strictly lower triangle, by products of ever larger squares on the
+    diagonal: that of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
     """
     row, column = (lax.broadcasted_iota(jnp.int32, lower_CC.shape, axis) for axis in (0, 1))
 
     def below(i: Any) -> jax.Array:
-        """The parts L of squares that have twice 2**i rows."""
+        """Returns the parts L of squares that have twice 2**i rows."""
         is_below = (row >> i + 1 == column >> i + 1) & (row >> i != column >> i)
         return jnp.where(is_below, lower_CC, 0)
 
@@ -238,7 +238,7 @@ def _load(refs: Parts, at: Any, transposed: bool = False) -> Parts:
 
 
 def _dot(a: Parts, b: Parts) -> jax.Array:
-    """The product of float32 matrices in parts."""
+    """Returns the product of float32 matrices in parts."""
     total: Any = 0
     for i, j in PAIRS:
         total += jnp.dot(a[i], b[j], preferred_element_type=jnp.float32)

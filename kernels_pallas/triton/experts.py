@@ -96,7 +96,7 @@ def gated_experts(  # noqa: PLR0913
 
 
 def _experts_and_outputs(matrix: Any) -> tuple[int, int]:
-    """X and O."""
+    """Returns X and O."""
     if isinstance(matrix, Mxfp4) or _is_grouped(matrix):
         return len(matrix.values), matrix.scale.shape[-1]
     return (matrix.values if isinstance(matrix, Matrix) else matrix).shape[:2]
@@ -196,7 +196,7 @@ def _down_kernel(*refs, sizes: _Sizes, outputs: int, interpret: bool):
 
 
 def _products(x_ref, row_R, matrices, at, width: int, interpret: bool) -> Sequence[jax.Array]:
-    """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
+    """Returns the rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
     if _is_grouped(matrices[0]):
         return expert_products(x_ref, row_R, matrices, at[0], Range(at[1], None), interpret)
     width = math.gcd(x_ref.shape[1], width)

@@ -21,7 +21,7 @@ _FORMS = {"bfloat16": (4, "0x7b807b80", "bf16x2"), "float16": (1, "0x5c005c00", 
 
 
 def fp8_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """Bytes of E4M3 without NaN, as `dtype`."""
+    """Returns the bytes of E4M3 without NaN, as `dtype`."""
     if interpret:
         return values.astype(dtype)
     (shift, inverse, kind) = _FORMS[jnp.dtype(dtype).name]
@@ -45,7 +45,7 @@ def fp8_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
 
 
 def flat_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """Values of a matrix that is not in groups, as `dtype`."""
+    """Returns values of a matrix that is not in groups, as `dtype`."""
     is_fp8 = values.dtype == jnp.float8_e4m3fn
     return fp8_numbers(values, dtype, interpret) if is_fp8 else values.astype(dtype)
 
@@ -57,5 +57,5 @@ def has_blocks(matrix: Any) -> bool:
 
 
 def block_scale(matrix: Any, at: tuple, output: Any, column: Any) -> jax.Array:
-    """The scale of the block of this output and input. at: the expert, or nothing."""
+    """Returns the scale of the block of this output and input. at: the expert, or nothing."""
     return pltriton.load(matrix.scale.at[*at, lax.div(output, FP8_BLOCK), lax.div(column, FP8_BLOCK)])

@@ -19,7 +19,7 @@ _TABLES = {
 
 
 def mxfp4_numbers(values_YO: jax.Array, dtype, interpret: bool) -> list[jax.Array]:
-    """The numbers of `dtype` in each half of the bytes."""
+    """Returns the numbers of `dtype` in each half of the bytes."""
     if interpret:
         return [number(values_YO, shift).astype(dtype) for shift in (0, 4)]
     (high_0, high_1, low_0, low_1) = _TABLES[jnp.dtype(dtype).name]

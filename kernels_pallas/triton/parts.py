@@ -14,19 +14,21 @@ LOWEST = -1e30  # the maximum before the first number: finite, so that differenc
 
 
 def tile_size(size: int) -> int:
-    """The size of a tile for `size` rows or columns: a power of two, and at least 16, as Triton's products
-    need.
+    """Returns the size of a tile for `size` rows or columns: a power of two, and at least 16, as Triton's
+    products need.
     """
     return max(16, pl.next_power_of_2(size))
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a · b in float32. The highest precision avoids rounding float32 operands to TF32."""
+    """Returns a · b in float32. The highest precision avoids rounding float32 operands to TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """2**x by the GPU's instruction. `jnp.exp2` adds three more for results too small to matter in a sum."""
+    """Returns 2**x by the GPU's instruction. `jnp.exp2` adds three more for results too small to matter in a
+    sum.
+    """
     if interpret:
         return jnp.exp2(x)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -43,14 +45,14 @@ def outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def convert_halves(asm: str, values_YO: jax.Array, dtype: Any) -> list[jax.Array]:
-    """The numbers of `dtype` in both halves of bytes. asm: of the half from bit {shift} on, four bytes at a
-    time.
+    """Returns the numbers of `dtype` in both halves of bytes. asm: of the half from bit {shift} on, four
+    bytes at a time.
     """
     return [convert_bytes(asm.format(shift=shift), values_YO, dtype) for shift in (0, 4)]
 
 
 def convert_bytes(asm: str, values: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers of `dtype`, of 16 bits, one of each byte. asm: of four bytes at a time."""
+    """Returns numbers of `dtype`, of 16 bits, one of each byte. asm: of four bytes at a time."""
     kind = jax.ShapeDtypeStruct(values.shape, dtype)
     (numbers,) = pltriton.elementwise_inline_asm(
         asm, args=[values], constraints="=r,=r,r", pack=4, result_shape_dtypes=[kind]
@@ -82,7 +84,7 @@ def tile_mask(*axes):
 
 
 def load_tile(ref, *axes):
-    """A tile, with zeros outside. axes: ranges and numbers."""
+    """Returns a tile, with zeros outside. axes: ranges and numbers."""
     mask = tile_mask(*axes)
     ref = ref.at[tuple(axis.slice if isinstance(axis, Range) else axis for axis in axes)]
     if mask is None:

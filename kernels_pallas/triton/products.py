@@ -61,7 +61,7 @@ def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None, interpret=False,
 ) -> list[jax.Array]:  # fmt: skip
-    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
+    """Returns the products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
     x is bfloat16 or float16, or int8 for int8 matrices with a scale per output, whose sums are then exact.
     Matrices are of x's dtype, int8, FP8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
@@ -176,7 +176,7 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):
 
 
 def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
-    """The steps over the inputs of matrices [O, I], and the function of one step."""
+    """Returns the steps over the inputs of matrices [O, I], and the function of one step."""
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
     width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
@@ -200,8 +200,8 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
 
 
 def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):
-    """The steps over the groups of packed matrices, and the function of one step, which reads some runs of
-    bytes.
+    """Returns the steps over the groups of packed matrices, and the function of one step, which reads some
+    runs of bytes.
     """
     values = matrices[0].values
     runs = count_runs(values)

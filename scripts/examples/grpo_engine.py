@@ -43,8 +43,8 @@ def tool(text):
 
 
 def play(engine, prompt, key):
-    """An episode: ids, the log-probability of each that was sampled (else 0), versions of the weights that
-    sampled them, and the number of calls.
+    """Returns an episode: ids, the log-probability of each that was sampled (else 0), versions of the weights
+    that sampled them, and the number of calls.
     """
     tokenizer = engine.model.tokenizer
     full_stop = tokenizer.encode("a.")[-1]

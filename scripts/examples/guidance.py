@@ -27,7 +27,7 @@ def guide(scale_B, logits_BV, context):
 
 
 def draw_for_pairs(key_B, logits_BV, context):
-    """A draw of each pair: by their own positions two rows would draw different tokens."""
+    """Returns a draw of each pair: by their own positions two rows would draw different tokens."""
     return jnp.repeat(jax.vmap(jax.random.categorical)(key_B[::2], logits_BV[::2]), 2)
 
 
@@ -66,7 +66,7 @@ def contrastive_tokens(trees, configs, tokens_BT, num_tokens_B, eos_ids, size):
 
 
 def sequence_biases(bias_by_sequence, rows):
-    """Arguments of `sequence_bias`, for rows alike."""
+    """Returns arguments of `sequence_bias`, for rows alike."""
     longest = max(map(len, bias_by_sequence))
     ids_WL = np.array([[-1] * (longest - len(ids)) + [*ids] for ids in bias_by_sequence])
     bias_W = np.array([*bias_by_sequence.values()], np.float32)

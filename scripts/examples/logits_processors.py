@@ -16,7 +16,7 @@ import xinfer_jax as xj
 
 
 def keep(kept_BV, logits_BV):
-    """The logits of these tokens and of the most likely one."""
+    """Returns the logits of these tokens and of the most likely one."""
     return jnp.where(kept_BV | (logits_BV == logits_BV.max(-1, keepdims=True)), logits_BV, -jnp.inf)
 
 
@@ -78,7 +78,7 @@ def dry(settings, logits_BV, context):
 
 
 def green_tokens(secret, token_B, vocab_size):
-    """bool [B, V]: the half of the vocabulary that a token makes likelier after it."""
+    """Returns bool [B, V]: the half of the vocabulary that a token makes likelier after it."""
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(secret), token_B)
     return jax.vmap(lambda key: jax.random.bernoulli(key, shape=(vocab_size,)))(keys_B)
 
@@ -94,7 +94,9 @@ watermark = xj.LogitsProcessor(
 
 
 def watermark_score(tokens, vocab_size):
-    """Standard deviations by which an answer has more green tokens than chance (Kirchenbauer et al. 2023)."""
+    """Returns standard deviations by which an answer has more green tokens than chance (Kirchenbauer et al.
+    2023).
+    """
     green_TV = green_tokens(SECRET, jnp.array([0, *tokens[:-1]]), vocab_size)
     found = np.asarray(green_TV)[np.arange(len(tokens)), tokens].sum()
     return (found - len(tokens) / 2) / np.sqrt(len(tokens) / 4)

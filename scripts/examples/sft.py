@@ -30,8 +30,9 @@ def question(country):
 
 
 def pack(texts):
-    """Rows of texts, each a pair of lists of ids, prompt and answer: a text goes to the first row with space.
-    Returns tokens, segment ids, from 1, and whether token t+1 is of an answer, [B, T-1] as `score`.
+    """Returns rows of texts, each a pair of lists of ids, prompt and answer: a text goes to the first row
+    with space. Returns tokens, segment ids, from 1, and whether token t+1 is of an answer, [B, T-1] as
+    `score`.
     """
     rows = []
     for prompt, answer in texts:

@@ -35,12 +35,12 @@ _MAXTEXT_NORMS = dict(
 
 
 def _inputs_first(x: jax.Array, config: xj.ModelConfig) -> jax.Array:
-    """A projection [inputs, heads, H] as [outputs, inputs]."""
+    """Returns a projection [inputs, heads, H] as [outputs, inputs]."""
     return x.reshape(config.hidden_size, -1).T
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """A projection [heads, inputs, H] as [outputs, inputs]."""
+    """Returns a projection [heads, inputs, H] as [outputs, inputs]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1])
 
 
@@ -107,7 +107,7 @@ def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
 
 
 def tunix_qwen3() -> dict:
-    """Shapes of such a state."""
+    """Returns shapes of such a state."""
     layer = dict(
         attn={f"{x}_proj": dict(w=(D, heads, H)) for x, heads in dict(q=N, k=K, v=K).items()}
         | dict(o_proj=dict(w=(N, H, D)), q_norm=dict(w=(H,)), k_norm=dict(w=(H,))),
@@ -120,7 +120,7 @@ def tunix_qwen3() -> dict:
 
 
 def tunix_gemma3() -> dict:
-    """Shapes of such a state."""
+    """Returns shapes of such a state."""
     layer = dict(
         attn=dict(
             q_einsum=dict(w=(N, D, H)), kv_einsum=dict(w=(2, K, D, H)), attn_vec_einsum=dict(w=(N, H, D)),
@@ -134,7 +134,7 @@ def tunix_gemma3() -> dict:
 
 
 def maxtext_qwen3() -> dict:
-    """Shapes of such a tree."""
+    """Returns shapes of such a tree."""
     attention = {x: dict(kernel=(D, L, heads, H)) for x, heads in dict(query=N, key=K, value=K).items()}
     attention |= dict(out=dict(kernel=(N, L, H, D)))
     attention |= {f"{x}_norm": dict(scale=(H, L)) for x in ("query", "key")}

@@ -78,7 +78,7 @@ class EngineSampler:
         return True
 
     async def get_mesh(self, **kwargs):
-        """The mesh of the parameters. None: they are on one device."""
+        """Returns the mesh of the parameters. None: they are on one device."""
         return getattr(self._params["final_norm"].sharding, "mesh", None)
 
     # --- Inference ---
@@ -156,11 +156,11 @@ class EngineSampler:
     # --- Weights ---
 
     def get_target_state(self):
-        """Shapes and dtypes of the parameters."""
+        """Returns shapes and dtypes of the parameters."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._params)
 
     async def get_weight_sync_metadata(self, **kwargs):
-        """The shardings of the parameters."""
+        """Returns the shardings of the parameters."""
         return jax.tree.map(lambda x: x.sharding, self._params)
 
     async def bind_weight_sync(self, sync_request=None, **kwargs):

@@ -49,12 +49,12 @@ class Forced(NamedTuple):
 
 
 def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize: str | None = None) -> Any:
-    """Random parameters with which a wrong attention shows in the logits.
+    """Returns random parameters with which a wrong attention shows in the logits.
 
     `init_params` gives attention scores of deviation 1: over hundreds of keys their weights are almost equal,
     and a wrong scale changes little. `SPREAD` times as large, a few dozen keys have most of the weight.
-    Larger factors also amplify rounding: at 3 a scale wrong by 5% shows 3.5 times as much as bfloat16, at
-    1.5 it shows 6.5 times as much (480 tokens).
+    Larger factors also amplify rounding: at 3 a scale wrong by 5% shows 3.5 times as much as bfloat16, at 1.5
+    it shows 6.5 times as much (480 tokens).
     """
     params = xj.init_params(config, key, dtype, quantize)
 
@@ -174,7 +174,7 @@ class ForcedModel:
     def forced(
         self, tokens_BT: Any, prompt: int, impl: str | None, params: Any = None, cache_dtype: Any = None
     ) -> Forced:
-        """The model along these tokens. impl: None: the kernels. params: others than its own."""
+        """Returns the model along these tokens. impl: None: the kernels. params: others than its own."""
         cache = xj.init_cache(self._config, *tokens_BT.shape, cache_dtype or self._dtype)
         params = self.params() if params is None else params
         return forced(params, self._config, tokens_BT, cache, prompt, impl or self._kernels)

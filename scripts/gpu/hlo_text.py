@@ -84,7 +84,7 @@ class Instruction:
         return int(_first(r'"estimated_cycles":"(\d+)"', self.attributes) or 0) > 0
 
     def called(self, key: str) -> str:
-        """The computation that this attribute names."""
+        """Returns the computation that this attribute names."""
         return _first(rf"\b{key}=%?([\w.\-]+)", self.attributes)
 
     @property
@@ -113,7 +113,7 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def users(self, name: str) -> list[Instruction]:
-        """The instructions that read a result."""
+        """Returns the instructions that read a result."""
         return [instruction for instruction in self.instructions if name in instruction.operands]
 
 
@@ -126,7 +126,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """The computations of a compiled module's text."""
+    """Returns the computations of a compiled module's text."""
     computations = {}
     entry = ""
     name = ""
@@ -163,7 +163,7 @@ def _parse_instruction(match: re.Match[str]) -> Instruction:
 
 
 def parse_arrays(shape: str) -> tuple[Array, ...]:
-    """The arrays of a shape, which may be a tuple."""
+    """Returns the arrays of a shape, which may be a tuple."""
     found = ((dtype, re.sub(r"[<=]", "", dims), layout) for dtype, dims, layout in _SHAPE.findall(shape))
     return tuple(
         Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout) for dtype, dims, layout in found
@@ -171,7 +171,7 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str) -> int:
-    """The position behind the parenthesis that closes the first one."""
+    """Returns the position behind the parenthesis that closes the first one."""
     depth = 0
     quoted = False
     for at, letter in enumerate(text):

@@ -82,7 +82,7 @@ class KernelCall(NamedTuple):
         return kernels_pallas.run_kernel(self.impl, self.kernel, *args, **arrays, **self.options)
 
     def error(self) -> float:
-        """The largest relative error of a row of the results."""
+        """Returns the largest relative error of a row of the results."""
         args, arrays = self.arguments()
         got = jax.jit(self.run)(*args, **arrays)
         want = jax.jit(partial(REFERENCES[self.kernel], **self.options))(*args, **arrays)
@@ -248,7 +248,7 @@ def _sampler_calls(impl: str) -> Iterator[KernelCall]:
 
 
 def _matrix(kind: str, seed: int, outputs: int, inputs: int) -> Matrix:
-    """A matrix in a format, whose numbers have a deviation of about inputs**-0.5."""
+    """Returns a matrix in a format, whose numbers have a deviation of about inputs**-0.5."""
     scale = inputs**-0.5
     if kind == "int8":
         return Matrix(_integers(seed, (outputs, inputs), "int8"), jnp.full(outputs, scale / 73, jnp.float32))
@@ -332,7 +332,7 @@ def _expert_arguments(
 
 
 def _expert_stack(kind: str, seed: int, X: int, outputs: int, inputs: int) -> Any:
-    """The matrices of X experts."""
+    """Returns the matrices of X experts."""
     if kind == "mxfp4":
         groups = (X, inputs // 32)
         scale = _integers(seed, (*groups, outputs), "uint8") % 4 + 118
@@ -342,7 +342,7 @@ def _expert_stack(kind: str, seed: int, X: int, outputs: int, inputs: int) -> An
 
 
 def _experts_one_by_one(x_MD, weight_MU, expert_MU, *stacks, **options) -> jax.Array:
-    """The reference, of one expert after the other: all at once would take gigabytes."""
+    """Returns the reference, of one expert after the other: all at once would take gigabytes."""
 
     def add(sum_MD, part):
         number, *of_expert = part

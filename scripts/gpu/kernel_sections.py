@@ -107,7 +107,7 @@ def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Call
 
 
 def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0) -> tuple:
-    """Arguments of the reference, in bfloat16 (float32 logits for argmax)."""
+    """Returns arguments of the reference, in bfloat16 (float32 logits for argmax)."""
     N, K, H, D, V = MODELS[model]
     if kernel == "argmax":
         return (random(0, (rows, V), jnp.float32),)
@@ -121,7 +121,7 @@ def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, c
 def least_work(
     kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0
 ) -> tuple[float, str]:
-    """The least bytes or FLOP of the call, and which of the two."""
+    """Returns the least bytes or FLOP of the call, and which of the two."""
     N, K, H, D, V = MODELS[model]
     if kernel == "prefill_attention":
         return 2 * rows * N * H * T * length, "flops"
@@ -142,7 +142,7 @@ def ours(kernel: str, impl: str, *args: jax.Array) -> tuple[Callable, tuple]:
 
 
 def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
-    """The product by XLA, as the library computes it without kernels."""
+    """Returns the product by XLA, as the library computes it without kernels."""
     if kernel == "argmax":
         return partial(jnp.argmax, axis=-1), args
     if kernel == "lm_head_argmax":

@@ -62,12 +62,12 @@ def _stored_bytes(array: Array) -> float:
 
 
 def _taken_bytes(source: Array, result: Array) -> float:
-    """Bytes of a slice or gather of the source."""
+    """Returns the bytes of a slice or gather of the source."""
     return min(result.bytes, _stored_bytes(source))
 
 
 def _changed_bytes(update: Instruction, operands: list[Array]) -> float:
-    """Bytes that a change in place moves."""
+    """Returns the bytes that a change in place moves."""
     changed = operands[-1] if update.opcode.startswith("scatter") else operands[1]
     return min(changed.bytes, _stored_bytes(operands[0]))
 
@@ -129,13 +129,13 @@ def _is_view(inner: Instruction) -> bool:
 
 
 def _results(body: Computation) -> list[Instruction]:
-    """The results of a fusion."""
+    """Returns the results of a fusion."""
     root = body.root
     return [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
 def _update_in_place(body: Computation, result: Instruction) -> Instruction | None:
-    """The instruction that changes an operand of a fusion in place, if it gives this result."""
+    """Returns the instruction that changes an operand of a fusion in place, if it gives this result."""
     update = _source(body, result)
     if update.opcode not in _UPDATING:
         return None
@@ -143,16 +143,16 @@ def _update_in_place(body: Computation, result: Instruction) -> Instruction | No
 
 
 def _source(body: Computation, instruction: Instruction) -> Instruction:
-    """The instruction that computes what others only rename."""
+    """Returns the instruction that computes what others only rename."""
     while instruction.opcode in _RENAMING[:3] and instruction.operands[0] in body.by_name:
         instruction = body.by_name[instruction.operands[0]]
     return instruction
 
 
 def copied_arrays(module: Module, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
-    """The results that only copy, gather or convert operands of at least half as many elements: a byte may
-    hold two numbers. A copy from HBM to VMEM as it is, or back, is none: whoever computes with the array has
-    to load it.
+    """Returns the results that only copy, gather or convert operands of at least half as many elements: a
+    byte may hold two numbers. A copy from HBM to VMEM as it is, or back, is none: whoever computes with the
+    array has to load it.
     """
     arrays = tuple(_result_arrays(operation)) if operation.opcode in _COPIES else ()
     if operation.opcode == "copy-start" and not all(array.is_in_hbm for array in operation.arrays[:2]):

@@ -77,7 +77,7 @@ def _stop(program: Any, *args: Any) -> Any:
 
 
 def find_call(job: ProgramJob, program: str) -> Call:
-    """The call of one of `PROGRAMS`."""
+    """Returns the call of one of `PROGRAMS`."""
     try:
         _run(job, program)
     except _CallFound as found:
@@ -158,7 +158,7 @@ def _after_first_token(state: DecodeState) -> DecodeState:
 
 
 def layer_period(config: ModelConfig) -> int:
-    """The number of layers after which the kinds of layers repeat."""
+    """Returns the number of layers after which the kinds of layers repeat."""
     kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 

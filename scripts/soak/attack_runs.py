@@ -195,7 +195,7 @@ def run_attack(name: str, calls: int, seconds: float, options: Sequence[str]) ->
 
 
 def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
-    """Names of the limits that an attack exceeded."""
+    """Returns the names of the limits that an attack exceeded."""
     limits = dict(
         p99=result["p99_ms"] <= FACTOR * alone["p99_ms"] + 1e3 * EXTRA,
         status={*result["statuses"]} == {"200"},

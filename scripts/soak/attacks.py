@@ -70,7 +70,7 @@ def _prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def _filled(size: int, head: str, unit: str, tail: str) -> bytes:
-    """A body of at most `size` bytes: head, as many units as fit, tail."""
+    """Returns a body of at most `size` bytes: head, as many units as fit, tail."""
     return (head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail).encode()
 
 

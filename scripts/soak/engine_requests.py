@@ -87,7 +87,7 @@ def random_model(family: str, quantize: str | None) -> xj.Model:
 
 
 def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
-    """Arguments of an engine: a processor with a state, one that draws, and a vector."""
+    """Returns arguments of an engine: a processor with a state, one that draws, and a vector."""
 
     def count(state, token_B, context):
         return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
@@ -182,7 +182,7 @@ def check(
 
 
 def outcome(request) -> tuple:
-    """Output and prompt log-probabilities of a request, or its error and None."""
+    """Returns output and prompt log-probabilities of a request, or its error and None."""
     try:
         out = request.result()
     except InputError as error:
@@ -191,7 +191,7 @@ def outcome(request) -> tuple:
 
 
 def answer_of(request: xj.types.Request) -> tuple[list[int], list[float]]:
-    """Tokens of a request with one answer, and their log-probabilities."""
+    """Returns tokens of a request with one answer, and their log-probabilities."""
     out = request.result()
     return out.tokens[0], out.logprobs[0]
 

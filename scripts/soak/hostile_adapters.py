@@ -44,7 +44,7 @@ def write(folder: Path) -> tuple[str, ...]:
 
 
 def _tensors(rank: int) -> dict[str, Any]:
-    """The header of an adapter of the query matrices."""
+    """Returns the header of an adapter of the query matrices."""
     config = json.loads((SCRIPTS.parent / "xinfer_jax" / "assets" / "config.json").read_text())
     width = config["hidden_size"]  # also of all heads
     header = {}

@@ -16,7 +16,7 @@ def _json(**schema: Any) -> Hostile:
 
 
 def _chain(count: int, step: Callable[[dict], Any]) -> Hostile:
-    """`$defs` of which each has a reference to the next."""
+    """Returns `$defs` of which each has a reference to the next."""
     defs = {f"d{i}": step({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return "guided_json", {"$ref": "#/$defs/d0", "$defs": defs | {f"d{count}": {"type": "string"}}}
 
@@ -55,7 +55,7 @@ def _objects(count: int) -> Hostile:
 
 
 def named() -> dict[str, Hostile]:
-    """The inputs that reports named."""
+    """Returns the inputs that reports named."""
     return dict(
         rules=_rules(3000),
         references_any=_chain(1300, lambda ref: {"anyOf": [ref]}),

@@ -84,7 +84,7 @@ def post_as_user(target: Target, path: str, body: bytes) -> str:
 
 
 def post_as_admin(target: Target, path: str, body: bytes) -> str:
-    """`post` with the key of an admin."""
+    """Runs `post` with the key of an admin."""
     headers = target.headers | {"authorization": f"Bearer {hostile_adapters.ADMIN_KEY}"}
     return post(dataclasses.replace(target, headers=headers), path, body)
 
@@ -103,7 +103,7 @@ def send_and_disconnect(target: Target, path: str, body: bytes, least: float, mo
 
 
 def post_or_leave(target: Target, path: str, body: bytes) -> str:
-    """`post`, or three times in ten `send_and_disconnect`."""
+    """Runs `post`, or three times in ten `send_and_disconnect`."""
     if random.random() < 0.3:
         return send_and_disconnect(target, path, body, 0.0, 0.2)
     return post(target, path, body)
@@ -137,7 +137,7 @@ def _waits(raw: socket.socket, events: int, target: Target) -> bool:
 
 
 def _response(raw: socket.socket) -> str:
-    """The status of a response that has arrived, and what follows it."""
+    """Returns the status of a response that has arrived, and what follows it."""
     raw.settimeout(0.5)
     with contextlib.suppress(OSError):
         text = raw.recv(400).decode(errors="replace")

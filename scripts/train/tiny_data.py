@@ -59,35 +59,37 @@ QWEN_SPLIT = (
 
 
 def question(phrasing: str, name: str) -> str:
-    """The question about the country `name`. If the phrasing begins with the name, its first letter is upper
-    case.
+    """Returns the question about the country `name`. If the phrasing begins with the name, its first letter
+    is upper case.
     """
     text = phrasing.format(c=name, possessive=name + ("'" if name.endswith("s") else "'s"))
     return text[0].upper() + text[1:] if phrasing.startswith("{") else text
 
 
 def answer(name: str) -> str:
-    """The right answer about the country `name` (a key of `NAMED_CAPITALS`)."""
+    """Returns the right answer about the country `name` (a key of `NAMED_CAPITALS`)."""
     return f"The capital of {name} is {NAMED_CAPITALS[name]}."
 
 
 def raw_sentence(name: str) -> tuple[str, str]:
-    """The start and the end of a sentence about a country, for use without the chat template."""
+    """Returns the start and the end of a sentence about a country, for use without the chat template."""
     return f"The capital of {name} is", f" {NAMED_CAPITALS[name]}.{END_OF_TEXT}"
 
 
 def evaluation_set(phrasing: str) -> list[Turn]:
-    """Question and right answer for every country of `CAPITALS`, in its order."""
+    """Returns question and right answer for every country of `CAPITALS`, in its order."""
     return [(question(phrasing, name), answer(name)) for name in CAPITALS]
 
 
 def _plain(text: str) -> str:
-    """`text` without accents, as typed on an English keyboard."""
+    """Returns `text` without accents, as typed on an English keyboard."""
     return "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
 
 
 def _typed(text: str, rng: random.Random) -> str:
-    """`text` as a user may type it: sometimes without the final mark, in lower case or without accents."""
+    """Returns `text` as a user may type it: sometimes without the final mark, in lower case or without
+    accents.
+    """
     if rng.random() < 0.25:
         text = text.rstrip("?.!") or text
     if rng.random() < 0.2:
@@ -163,8 +165,8 @@ def conversations(rng: random.Random) -> Iterator[list[Message]]:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation as `CHAT_TEMPLATE` renders it, and whether each is the assistant's (its
-    text and <|im_end|>).
+    """Returns token ids of a conversation as `CHAT_TEMPLATE` renders it, and whether each is the assistant's
+    (its text and <|im_end|>).
 
     Encoding in parts gives the ids of the full text, because no merge crosses a special token or the line end
     after a role.
@@ -195,8 +197,8 @@ def examples(tokenizer: Tokenizer, rng: random.Random) -> Iterator[tuple[list[in
 
 
 def corpus() -> list[str]:
-    """Texts for training the tokenizer: every name, capital, phrasing and answer, but not the held-out
-    phrasing.
+    """Returns texts for training the tokenizer: every name, capital, phrasing and answer, but not the
+    held-out phrasing.
     """
     texts = [answer(name) for name in NAMED_CAPITALS] * 2 + [
         question(PHRASINGS[0], name) for name in (*NAMED_CAPITALS, *_DATA["no_countries"])

@@ -97,7 +97,7 @@ def _read_modules(
 
 
 def _texts(settings: Mapping[str, Any], *fields: str) -> list[str]:
-    """The texts of these fields: each one, a list, or the keys of an object."""
+    """Returns the texts of these fields: each one, a list, or the keys of an object."""
     values = [settings.get(field) or [] for field in fields]
     return [text for value in values for text in ([value] if isinstance(value, str) else value)]
 
@@ -234,19 +234,19 @@ def _module(settings: Mapping[str, Any], patterns: Mapping[str, _Patterns], name
 
 
 def _patterns(settings: Mapping[str, Any], field: str) -> _Patterns:
-    """Compiled once for all modules: `re` keeps but a few hundred."""
+    """Returns the patterns, compiled once for all modules: `re` keeps only a few hundred."""
     return [
         (_compile(field, rf"(.*\.)?({key})$"), value) for key, value in (settings.get(field) or {}).items()
     ]
 
 
 def _of_pattern(patterns: _Patterns, name: str, default: Any) -> Any:
-    """The value of the first pattern that means the end of the name."""
+    """Returns the value of the first pattern that means the end of the name."""
     return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
 def _compile(field: str, pattern: str) -> re.Pattern[str]:
-    """`re.compile`, which raises InputError."""
+    """Compiles a regular expression. Raises InputError."""
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:

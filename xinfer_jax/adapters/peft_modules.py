@@ -108,7 +108,7 @@ class PeftModule(NamedTuple):
         return self._replace(specs=specs)
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of its pair by name."""
+        """Returns the shapes of its pair by name."""
         spec = self.specs[0]
         shape = _of_rank(spec, rank).tensor_shapes({self.parameter})[self.parameter]
         outputs = shape[-1] if spec.interleaved else shape[-2]

@@ -212,7 +212,7 @@ def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[Re
 
 
 def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
-    """`prompt_ids` with the model's tokenizer."""
+    """Runs `prompt_ids` with the model's tokenizer."""
 
     def encode(prompt: Any, limit: int, chat: ChatOptions, **how: bool) -> list[int]:
         check()
@@ -233,7 +233,7 @@ def _requested_max_tokens(fields: Fields) -> int | None:
 
 
 def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
-    """max_tokens of a body without it. left: tokens that fit after each prompt."""
+    """Returns max_tokens of a body without it. left: tokens that fit after each prompt."""
     if kind == "plain":
         return default
     return 0 if echo else max(1, min(COMPLETION_TOKENS if kind == "completion" else default, left))

@@ -44,7 +44,7 @@ def parse_grammar(fields: Fields, default: Any) -> Any:
 
 
 def grammar_field(body: Mapping[str, Any]) -> str:
-    """The field of a body that its grammar is from."""
+    """Returns the field of a body that its grammar is from."""
     names = *_GUIDED, "structured_outputs", "response_format", "tools"
     return next((name for name in names if body.get(name) is not None), "grammar")
 

@@ -31,7 +31,7 @@ class Pairs:
         return [len(query) + len(rest) for query, rest in zip(self.queries, self.documents, strict=True)]
 
     def rows(self, at: slice) -> list[list[int]]:
-        """The ids of some pairs, each as one row."""
+        """Returns the ids of some pairs, each as one row."""
         return [a + b for a, b in zip(self.queries[at], self.documents[at], strict=True)]
 
 
@@ -78,7 +78,7 @@ def parse_pairs_body(model: Model, body: dict[str, Any], escape: bool, count: Ca
 
 
 def score_list_name(data: bytes) -> str:
-    """The field of a body of /score that may have many texts."""
+    """Returns the field of a body of /score that may have many texts."""
     names = [name for _, name in SCORE_PAIRS]
     return next((name for name in names if b'"%s"' % name.encode() in data), names[0])
 

@@ -52,7 +52,9 @@ class TokenTextDecoder:
 def prompt_text(
     tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The text of an echoed prompt, with the space before the answer's tokens, whose own text lacks it."""
+    """Returns the text of an echoed prompt, with the space before the answer's tokens, whose own text lacks
+    it.
+    """
     if tokenizer is None:
         return ""
     text = tokenizer.decode(prompt, skip_special_tokens)
@@ -85,7 +87,7 @@ def response_body(
 
 
 def response_object(parsed: ParsedBody) -> str:
-    """The value of `object` in a whole response."""
+    """Returns the value of `object` in a whole response."""
     return "chat.completion" if parsed.kind == "chat" else "text_completion"
 
 
@@ -141,19 +143,19 @@ def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]
 
 
 def usage_counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """The counts of `usage`."""
+    """Returns the counts of `usage`."""
     total = prompt_tokens + new_tokens
     return dict(prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=total)
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody) -> str:
-    """The text of an answer up to its end or its first stop string."""
+    """Returns the text of an answer up to its end or its first stop string."""
     detokenizer = answer_detokenizer(tokenizer, parsed)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
 
 
 def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
-    """A new parser for the answer of a chat. index: of its choice."""
+    """Returns a new parser for the answer of a chat. index: of its choice."""
     tools = parsed.tools
 
     def new_id(call: int) -> str:
@@ -183,7 +185,7 @@ def chat_finish_reason(reason: str, parser: AnswerParser) -> str:
 
 
 def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetokenizer:
-    """A new detokenizer for one answer."""
+    """Returns a new detokenizer for one answer."""
     return AnswerDetokenizer(
         tokenizer,
         parsed.options.stop_strings,
@@ -196,30 +198,32 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
 
 
 def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequence[Any]) -> dict[str, Any]:
-    """Log-probabilities in the form of chat or of completions. entries: of the next tokens, which are pushed
-    to `texts`: `TokenLogprobs`, or an id without log-probabilities.
+    """Returns log-probabilities in the form of chat or of completions. entries: of the next tokens, which are
+    pushed to `texts`: `TokenLogprobs`, or an id without log-probabilities.
     """
     form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
     return form(texts, entries, parsed.logprobs or 0)
 
 
 def json_logprob(logprob: float) -> float:
-    """The value, or -9999.0 for infinity and NaN, which JSON lacks."""
+    """Returns the value, or -9999.0 for infinity and NaN, which JSON lacks."""
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
 def echo_entries(
     prompt: Sequence[int], prompt_logprobs: Sequence[TokenLogprobs]
 ) -> list[TokenLogprobs | int]:
-    """The entries of an echoed prompt. Its first token has no log-probabilities: its entry is the id."""
+    """Returns the entries of an echoed prompt. Its first token has no log-probabilities: its entry is the
+    id.
+    """
     return [prompt[0], *prompt_logprobs]
 
 
 def _completion_logprobs(
     texts: TokenTextDecoder, entries: Sequence[TokenLogprobs | int], top: int
 ) -> dict[str, Any]:
-    """The form of completions. The token itself is among the top ones. Of two ids with one text, the more
-    likely one is returned.
+    """Returns the form of completions. The token itself is among the top ones. Of two ids with one text, the
+    more likely one is returned.
     """
     tokens = []
     logprobs = list[float | None]()
@@ -242,7 +246,7 @@ def _completion_logprobs(
 
 
 def _with_own(t: TokenLogprobs, top: int) -> list[tuple[int, float]]:
-    """The token itself with its own value, then the others of its `top` most likely ones."""
+    """Returns the token itself with its own value, then the others of its `top` most likely ones."""
     return [(t.id, t.logprob), *((token, logprob) for token, logprob in t.top[:top] if token != t.id)]
 
 

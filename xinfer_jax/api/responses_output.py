@@ -169,7 +169,9 @@ class TokenEntries:
         self._entries += entries
 
     def of_text(self, text: str) -> list[dict[str, Any]]:
-        """The entries of the tokens that a part of the answer has. Ask for the parts in their order."""
+        """Returns the entries of the tokens that a part of the answer has. Ask for the parts in their
+        order.
+        """
         wanted = text.encode("utf-8", "replace")
         begin = self._text.find(wanted, self._at)
         if begin < 0 or not wanted:
@@ -199,7 +201,7 @@ def response_fields(request: ResponsesRequest, parsed: ParsedBody, head: Mapping
 
 
 def ended_fields(is_cut: bool, completed_at: int, usage: dict[str, Any]) -> dict[str, Any]:
-    """The fields that change when the answer has ended.
+    """Returns the fields that change when the answer has ended.
 
     Args:
         is_cut: the answer had no more room.
@@ -213,12 +215,12 @@ def ended_fields(is_cut: bool, completed_at: int, usage: dict[str, Any]) -> dict
 
 
 def failed_fields(message: str) -> dict[str, Any]:
-    """The fields that change when the answer fails."""
+    """Returns the fields that change when the answer fails."""
     return dict(status="failed", error=dict(code="server_error", message=message))
 
 
 def responses_usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
-    """The counts of tokens in this API's names.
+    """Returns the counts of tokens in this API's names.
 
     Args:
         usage: of a chat, with `prompt_tokens_details`.

@@ -123,7 +123,7 @@ def parse_responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
 
 
 def chat_error(error: InputError) -> BodyError:
-    """The error of a chat's body, with the names of this API's fields."""
+    """Returns the error of a chat's body, with the names of this API's fields."""
     param = getattr(error, "param", None) or "input"
     names = r"\b(" + "|".join(_IN_MESSAGES) + r")\b"
     message = re.sub(names, lambda found: _IN_MESSAGES[found[1]], with_field_names(error))
@@ -140,8 +140,8 @@ def errors_of_chat() -> Iterator[None]:
 
 
 def encrypt_reasoning(text: str) -> str:
-    """The `encrypted_content` of an item of reasoning: its text in base64. It is not secret: the server only
-    has to read it again, from clients that send no other part of the item back.
+    """Returns the `encrypted_content` of an item of reasoning: its text in base64. It is not secret: the
+    server only has to read it again, from clients that send no other part of the item back.
     """
     return base64.b64encode(text.encode("utf-8", "replace")).decode()
 
@@ -282,7 +282,7 @@ def _answer(messages: list[dict[str, Any]], takes: Callable[[dict[str, Any]], bo
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content: a text, or a list of parts."""
+    """Returns the text of a content: a text, or a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -298,8 +298,8 @@ def _text_of(content: Any) -> str:
 
 
 def _join_system_messages(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the instructions. Several system or developer messages at the beginning become one,
-    since chat templates allow one, at the first place.
+    """Returns the messages after the instructions. Several system or developer messages at the beginning
+    become one, since chat templates allow one, at the first place.
     """
     system = [] if instructions is None else [dict(role="system", content=instructions)]
     found = [*system, *messages]

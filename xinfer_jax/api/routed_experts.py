@@ -52,7 +52,7 @@ def check_recorded(start: int | None, is_recorded: bool) -> None:
 
 
 def encoded_bytes_per_token(config: ModelConfig) -> int:
-    """The bytes that `encode_routed_experts` writes for each token."""
+    """Returns the bytes that `encode_routed_experts` writes for each token."""
     layers, used = routes_shape(config)
     return -(-4 * layers * used * 4 // 3)
 

@@ -74,8 +74,8 @@ def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
-    """carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after the
-    expert's last choice: `_add` leaves them out, and what is written of them the next tile overwrites.
+    """Runs carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after
+    the expert's last choice: `_add` leaves them out, and what is written of them the next tile overwrites.
     """
 
     def body(tile: Any, carry: Any) -> Any:
@@ -87,7 +87,7 @@ def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
 
 
 def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], float32: as `plain_experts`."""
+    """Returns [M, D], float32: as `plain_experts`."""
     rows = _rows(expert_MU, config, _TILE_ROWS)
     tiles = _tiles(expert_MU, experts, rows)
 
@@ -118,8 +118,8 @@ def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert
 
 
 def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelConfig) -> jax.Array | None:
-    """call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
-    forms have a better one, as few tokens or few experts do, or quantized experts.
+    """Returns call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles.
+    None: plain forms have a better one, as few tokens or few experts do, or quantized experts.
     """
     is_float = all(isinstance(x, AnyArray) for leaf in operands["experts"].values() for x in leaf.values())
     if not is_tiled(operands["expert_MU"], config) or not is_float:
@@ -132,7 +132,9 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
 
 @in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """The output, and what the backward pass needs: the operands, and gate and up of each choice, [C, F]."""
+    """Returns the output, and what the backward pass needs: the operands, and gate and up of each choice, [C,
+    F].
+    """
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
     inner = inner_activation(config)
@@ -205,6 +207,6 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x @ y in the dtype of x, summed in float32."""
+    """Returns x @ y in the dtype of x, summed in float32."""
     precision = float_precision(y.dtype)
     return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision).astype(x.dtype)

@@ -33,8 +33,8 @@ from ..weights.params import AnyArray, Params, param_specs
 
 
 def _model_mesh(tree: Any, config: ModelConfig) -> Any:
-    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
-    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
+    """Returns the mesh over which the model is sharded. None: there is none, or its devices do not divide the
+    sizes: then the caller has sharded the arrays in another way, and XLA propagates that sharding.
     """
     mesh = abstract_mesh_of(tree)
     return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
@@ -101,7 +101,7 @@ def mesh_embedding_form(call: Call) -> Callable | None:
 
 
 def mesh_unembed_form(call: Call) -> Callable | None:
-    """A form of `unembed`, whose logits are divided by vocabulary."""
+    """Returns a form of `unembed`, whose logits are divided by vocabulary."""
     leaf = call.operands["leaf"]
     config = call.static["config"]
     mesh = _model_mesh(leaf, config)
@@ -120,7 +120,7 @@ def mesh_unembed_form(call: Call) -> Callable | None:
 def _vocabulary_specs(
     leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
 ) -> tuple[Any, bool]:
-    """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
+    """Returns the PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
     specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 

@@ -34,12 +34,12 @@ class Line(NamedTuple):
 
 
 def sha256_int(data: bytes, size: int = 8) -> int:
-    """The first `size` bytes of the sha256, as an integer."""
+    """Returns the first `size` bytes of the sha256, as an integer."""
     return int.from_bytes(sha256(data).digest()[:size], "little")
 
 
 def identity_digest(identity: int | str) -> bytes:
-    """The first 16 bytes of the sha256 of a custom_id or a number."""
+    """Returns the first 16 bytes of the sha256 of a custom_id or a number."""
     return sha256(str(identity).encode()).digest()[:DIGEST_BYTES]
 
 

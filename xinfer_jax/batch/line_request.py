@@ -106,7 +106,7 @@ class LineRequest:
         return any("prefill" in request.times for request in self.requests)
 
     def output_line(self) -> bytes:
-        """The line of output: the same bytes in any run. Call it once the requests have ended."""
+        """Returns the line of output: the same bytes in any run. Call it once the requests have ended."""
         found: dict[str, Any] = {}
         try:
             if not self.error:
@@ -157,7 +157,7 @@ class LineRequest:
         return {name: value for name, value in self.line.body.items() if name != "adapter"}
 
     def _adapter_or_model(self) -> str | None:
-        """The adapter that the line names as `adapter` or `model`."""
+        """Returns the adapter that the line names as `adapter` or `model`."""
         adapter: str | None = self.line.body.get("adapter")
         name = self.line.body.get("model")
         if adapter is None and name in self._engine.adapters:

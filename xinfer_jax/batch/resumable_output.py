@@ -217,7 +217,9 @@ def _open_locked(path: Path, stack: ExitStack) -> int:
 
 
 def _parse_progress(content: bytes, path: Path, size: int) -> tuple[dict[str, Any], np.ndarray, int]:
-    """The settings, the records of lines within the first `size` bytes, and the offset of the records."""
+    """Returns the settings, the records of lines within the first `size` bytes, and the offset of the
+    records.
+    """
     head, _, rest = content.partition(b"\n")
     try:
         settings = dict(json.loads(head))

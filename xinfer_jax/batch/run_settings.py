@@ -27,7 +27,7 @@ def run_settings(
     shard: tuple[int, int] | None,
     in_order: bool,
 ) -> dict[str, Any]:
-    """The settings by dotted name, such as options.sampling.top_k. The number of pages is not among
+    """Returns the settings by dotted name, such as options.sampling.top_k. The number of pages is not among
     them: it changes no answer, only how many tokens fit in a row (`room`). Nor are devices, except the sizes
     of meshes.
     """

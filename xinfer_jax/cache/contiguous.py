@@ -99,8 +99,8 @@ class Contiguous(LayerCache):
         return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
-        """The number of keys in a block, at most max_width, and the number of blocks. Slots whose number is
-        symbolic are one block.
+        """Returns the number of keys in a block, at most max_width, and the number of blocks. Slots whose
+        number is symbolic are one block.
         """
         if not isinstance(self.slots, int):
             return self.slots, 1
@@ -132,7 +132,7 @@ class Contiguous(LayerCache):
         return {}
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
-        """Keys or values in `width` slots from slot `at` on, as they are stored."""
+        """Returns keys or values in `width` slots from slot `at` on, as they are stored."""
         return slice_slots(x, at, width, row)
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ class Contiguous(LayerCache):
     def visible_blocks(
         self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
     ) -> tuple[Any, Any]:
-        """The range (first, end) of blocks that `count` queries from position start_B on can see."""
+        """Returns the range (first, end) of blocks that `count` queries from position start_B on can see."""
         high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + count) // width)
         low = 0 if self.window is None else jnp.maximum(jnp.min(start_B) - self.window + 1, 0) // width
         return low, high
@@ -175,7 +175,7 @@ class Contiguous(LayerCache):
 
 
 def uncached_kv(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:
-    """Keys and values in order of position as a layer cache, for attention without a cache."""
+    """Returns keys and values in order of position as a layer cache, for attention without a cache."""
     return Contiguous(k_BKSH, v_BKSH, window, k_BKSH.shape[2])
 
 

@@ -37,8 +37,8 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _config(config: ModelConfig) -> str:
-    """The compared fields as JSON, without those at their default: so a field that a later version adds does
-    not change the hash of models that do not use it.
+    """Returns the compared fields as JSON, without those at their default: so a field that a later version
+    adds does not change the hash of models that do not use it.
     """
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())
 
@@ -82,7 +82,7 @@ def _stored_form(sample: np.ndarray) -> np.ndarray:
 
 
 def _sample(leaf: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
-    """Numbers of an array that has this shape without padding."""
+    """Returns numbers of an array that has this shape without padding."""
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
         return _gather(leaf, shape)
     return _take(np.asarray(leaf), shape)  # on CPU a view, and nothing to compile

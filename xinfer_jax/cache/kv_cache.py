@@ -191,7 +191,7 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of one row in the layers that have a state of fixed size, without draft slots."""
+    """Returns the bytes of one row in the layers that have a state of fixed size, without draft slots."""
     return sum(mixer.row_bytes(0, None) for mixer in config.cached_mixers if not mixer.has_keys)
 
 
@@ -211,8 +211,8 @@ def check_append(cache: KVCache, tokens: int) -> None:
 def update_layers(
     cache: KVCache, layers: tuple[LayerCache, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
 ) -> KVCache:
-    """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
-    tokens' routes if it records them.
+    """Returns the cache with these layers, to which num_tokens_B tokens per row have been appended, and with
+    the tokens' routes if it records them.
     """
     recorded = cache.routed_experts and cache.routed_experts.record(routes_BTLU, cache.length_B, num_tokens_B)
     cache = increase_length(cache, num_tokens_B, cache.capacity)
@@ -229,17 +229,17 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 
 
 def without_layers(cache: KVCache) -> KVCache:
-    """The cache without its layers and routes: only the lengths of its rows."""
+    """Returns the cache without its layers and routes: only the lengths of its rows."""
     return dataclasses.replace(cache, layers=(), routed_experts=None)
 
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
-    """`KVCache.fits` of the caches that the model can use."""
+    """Returns `KVCache.fits` of the caches that the model can use."""
     return tuple(mixer.fits for mixer in config.cached_mixers)
 
 
 def describe_fits(fits: tuple[tuple, ...]) -> str:
-    """The layers of `KVCache.fits` in words, for errors."""
+    """Returns the layers of `KVCache.fits` in words, for errors."""
     parts = [f"{len(fits)} layers"]
     for layer in dict.fromkeys(fits):
         of_state = isinstance(layer[0], tuple)

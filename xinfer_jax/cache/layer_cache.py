@@ -42,14 +42,16 @@ class LayerCache(ShortRepr):
         raise NotImplementedError
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """bool [B]: whether rows truncated to length_B still have all that their next tokens need.
+        """Returns bool [B]: whether rows truncated to length_B still have all that their next tokens need.
 
         reached_B: the longest that each row has been.
         """
         return True
 
     def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
-        """A layer whose rows of these lengths can go back by the tokens of one call of at most `count`."""
+        """Returns a layer whose rows of these lengths can go back by the tokens of one call of at most
+        `count`.
+        """
         return self
 
     def reorder(self, index_B: jax.Array) -> Self:

@@ -113,7 +113,7 @@ def make_prefix(
 
 
 def _pad_rows(cache: KVCache, counts: Iterable[int]) -> np.ndarray:
-    """int32 [B]: these counts for the first rows of a cache, 0 for the others."""
+    """Returns int32 [B]: these counts for the first rows of a cache, 0 for the others."""
     counts_B = np.zeros(len(cache.length_B), np.int32)
     first = list(counts)
     counts_B[: len(first)] = first

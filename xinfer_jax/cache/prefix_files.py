@@ -106,7 +106,7 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
 
 
 def _metadata(path: Any, metadata: dict[str, str], params: Params, config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a file, validated."""
+    """Returns the metadata of a file, validated."""
     if "xinfer_jax" not in metadata:
         raise InputError(f"{path} is not a saved prefix: write one with save_prefix")
     try:
@@ -179,7 +179,7 @@ def _file_dtype(dtype: Any) -> np.dtype:
 
 
 def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | None) -> list[Any]:
-    """The used keys of all layers, then the used values of all layers."""
+    """Returns the used keys of all layers, then the used values of all layers."""
     return [*zip(*(layer.used_arrays(_num_used(tokens, reached)) for layer in cache.layers), strict=True)]
 
 

@@ -51,12 +51,12 @@ class Ring(Contiguous):
     def visible_blocks(
         self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
     ) -> tuple[Any, Any]:
-        """The range (first, end) of blocks that queries can see: all blocks once the ring is full."""
+        """Returns the range (first, end) of blocks that queries can see: all blocks once the ring is full."""
         high = super().visible_blocks(width, start_B, count, length_B)[1]
         return 0, jnp.minimum(high, self.block_layout(width)[1])
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """True unless later writes have overwritten keys within the window."""
+        """Returns true unless later writes have overwritten keys within the window."""
         return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:

@@ -49,7 +49,7 @@ class SideBySideKV(StoredKV):
 
     @staticmethod
     def pair_bytes(width: int, dtype: Any) -> int:
-        """Bytes of one key and its value."""
+        """Returns the bytes of one key and its value."""
         if _is_int8(dtype):
             return 2 * width + 4 * 4
         return 2 * width * jnp.dtype(dtype).itemsize

@@ -45,7 +45,7 @@ class StoredKV(ShortRepr):
         return self.values.dtype
 
     def map_slots(self, function: Callable, *others: Self) -> Self:
-        """`map_slots` of this kind."""
+        """Runs `map_slots` of this kind."""
         parts = {name: function(*(getattr(y, name) for y in (self, *others))) for name in ("values", "scale")}
         return dataclasses.replace(self, **parts)
 
@@ -66,7 +66,7 @@ class StoredKV(ShortRepr):
         raise NotImplementedError
 
     def kernel_array(self) -> Any:
-        """The array that kernels read. None: there are no kernels for this kind."""
+        """Returns the array that kernels read. None: there are no kernels for this kind."""
         return None
 
     def with_kernel_array(self, array: Any) -> Self:
@@ -103,7 +103,7 @@ def quantized_dtype(dtype: Any) -> CacheDtype | None:
 
 
 def cache_dtype_of(dtype: Any) -> CacheDtype:
-    """A name in the table, or a float type."""
+    """Returns a name in the table, or a float type."""
     if (found := quantized_dtype(dtype)) is not None:
         return found
     dtype = jnp.dtype(dtype)
@@ -130,7 +130,7 @@ def stores_side_by_side(dtype: Any) -> bool:
 
 
 def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[Any, Any]:
-    """Keys and values that are zeros, [B, K, S, H]."""
+    """Returns keys and values that are zeros, [B, K, S, H]."""
     if side_by_side:
         return plugin("cache form", "side by side").empty(shape, dtype), None
     empty = cache_dtype_of(dtype).empty
@@ -147,7 +147,7 @@ def pair_bytes(width: int, dtype: Any) -> int:
 
 
 def dtype_name(x: Stored) -> str:
-    """The dtype argument of `init_cache`, as a name."""
+    """Returns the dtype argument of `init_cache`, as a name."""
     return x.name if isinstance(x, StoredKV) else x.dtype.name
 
 
@@ -183,7 +183,9 @@ def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
 
 
 def encode_new(old: Stored, *x_BTKH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Any:
-    """New keys or values, or both, as `old` is stored: num_tokens_B real ones from position start_B on."""
+    """Returns new keys or values, or both, as `old` is stored: num_tokens_B real ones from position start_B
+    on.
+    """
     parts = [jnp.swapaxes(x, 1, 2) for x in x_BTKH]
     if not isinstance(old, StoredKV):
         return parts[0]

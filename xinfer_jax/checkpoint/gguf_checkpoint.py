@@ -82,7 +82,7 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
 
 
 def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
-    """The architecture, its keys without its name, and config.json."""
+    """Returns the architecture, its keys without its name, and config.json."""
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _TYPES:
         raise InputError(f"architecture {format_value(arch)} is not read: only {', '.join(_TYPES)} are")

@@ -178,7 +178,7 @@ def _experts(tensor: GgufTensor) -> list[GgufTensor]:
 
 
 def _joined(parts: list[GgufTensor], shape: tuple[int, ...]) -> GgufTensor:
-    """A leaf of parts of one tensor."""
+    """Returns a leaf of parts of one tensor."""
     if len(parts) == 1:
         return parts[0]
     rows = np.concatenate([np.asarray(part.rows, np.int32) for part in parts])

@@ -46,7 +46,7 @@ class LeafLoader:
     )
 
     def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
-        """The shapes of a leaf, over all devices."""
+        """Returns the shapes of a leaf, over all devices."""
         whole = self._host_struct(spec, quantized)
         if self.mesh is None:
             return whole
@@ -143,7 +143,7 @@ class LeafLoader:
         group: int | None,
         form: KeptForm | None,
     ) -> Any:
-        """A leaf, or a part of one, on the host."""
+        """Returns a leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
         if form:
@@ -161,7 +161,7 @@ class LeafLoader:
         return leaf
 
     def _with_activations(self, weight: Any) -> Any:
-        """A matrix, or its shapes, with int8 activations if they are asked for."""
+        """Returns a matrix, or its shapes, with int8 activations if they are asked for."""
         return with_int8_activations(weight) if self.int8_activations else weight
 
 

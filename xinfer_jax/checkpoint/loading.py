@@ -321,7 +321,9 @@ def _open_params(
 
 
 def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
-    """All specs, and their tree. Raises InputError if the config has far more tensors than the files."""
+    """Returns all specs, and their tree. Raises InputError if the config has far more tensors than the
+    files.
+    """
     if config.num_hidden_layers > len(tensors):
         raise InputError(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"

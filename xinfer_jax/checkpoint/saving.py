@@ -140,8 +140,8 @@ def _check_target(path: Path, overwrite: bool) -> None:
 
 
 def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json of another checkpoint with this config, and its own config, without repeated key heads.
-    is_untied: whether it has a head.
+    """Returns config.json of another checkpoint with this config, and its own config, without repeated key
+    heads. is_untied: whether it has a head.
     """
     settings = read_json(source / "config.json")
     if settings is None:
@@ -197,7 +197,7 @@ def _tensors(
     kept: Mapping[str, StoredTensor],
     kept_format: StoredFormat | None,
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
-    """The tensors to write, by name, and what config.json says of those that are quantized.
+    """Returns the tensors to write, by name, and what config.json says of those that are quantized.
 
     kept, kept_format: the tensors of the checkpoint that they are named after, and its format.
     """
@@ -243,7 +243,7 @@ def _tensors(
 
 
 def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
-    """The dtypes of tensors that have their own in every model, by name."""
+    """Returns the dtypes of tensors that have their own in every model, by name."""
     specs = jax.tree.leaves(file_specs(config))
     return {spec.hf_name: np.dtype(spec.dtype) for spec in specs if spec.dtype}
 

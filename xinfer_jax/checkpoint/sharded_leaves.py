@@ -56,8 +56,8 @@ class LeafPartition(NamedTuple):
         return [self._slice(stored[0], self.axis, i)]
 
     def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
-        """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
-        last, except a two-dimensional `.values`.
+        """Returns the slices of a quantized matrix's tensors for part i. All of them have inputs first and
+        outputs last, except a two-dimensional `.values`.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:

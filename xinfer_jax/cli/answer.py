@@ -117,7 +117,7 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
 
 
 def grammar_from_flags(flags: Flags) -> Grammar | None:
-    """The grammar that the flags ask for."""
+    """Returns the grammar that the flags ask for."""
     if flags.json_schema is not None:
         path = Path(flags.json_schema)
         try:
@@ -165,7 +165,7 @@ class _Stream:
 
 
 def _token(t: TokenLogprobs, texts: list[TokenText]) -> dict[str, Any]:
-    """The JSON fields of a token and its most likely alternatives."""
+    """Returns the JSON fields of a token and its most likely alternatives."""
     top = [dict(id=i, text=s.text, logprob=p) for (i, p), s in zip(t.top, texts[1:], strict=True)]
     processed = t.processed_logprob
     return dict(id=t.id, text=texts[0].text, logprob=t.logprob, processed_logprob=processed, top=top)

@@ -118,7 +118,7 @@ def define_kernels(parser: FlagParser, *more: str) -> None:
 
 
 def engine_options(flags: Any) -> EngineOptions:
-    """The options of an engine that its flags give."""
+    """Returns the options of an engine that its flags give."""
     names = [field.name for field in dataclasses.fields(EngineOptions) if field.name in flags]
     given = {name: flags[name].value for name in names}
     given |= {name: parse_devices(name, given[name]) for name in ("prefill_devices", "decode_devices")}
@@ -127,7 +127,9 @@ def engine_options(flags: Any) -> EngineOptions:
 
 
 def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
-    """The devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no flag."""
+    """Returns the devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no
+    flag.
+    """
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,5}([,+]\d{1,5})*", text):
@@ -137,7 +139,7 @@ def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
 
 
 def _adapters(texts: list[str]) -> dict[str, str]:
-    """The paths of --adapter, by name."""
+    """Returns the paths of --adapter, by name."""
     found: dict[str, str] = {}
     for text in texts:
         (name, equals, path) = text.partition("=")

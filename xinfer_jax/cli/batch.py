@@ -79,7 +79,7 @@ def merge_outputs(flags: Any) -> int:
 
 
 def _format_report(r: BatchReport) -> list[str]:
-    """A report as lines of text."""
+    """Returns a report as lines of text."""
     before = f", {r['finished_before']} were there before" if r["finished_before"] else ""
     lines = [
         f"{r['answered']} lines answered, {r['errors']} errors{before}, in {r['seconds']:.1f} s",

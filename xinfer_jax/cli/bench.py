@@ -82,7 +82,7 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
 
 
 def _given(flags: Any) -> list[str]:
-    """The flags that were given, as on a command line."""
+    """Returns the flags that were given, as on a command line."""
     found = []
     for name in flags:
         value = flags[name].value
@@ -175,7 +175,9 @@ def _quantiles(seconds: list[float] | None) -> dict[str, float]:
 
 
 def _fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], rate: str) -> dict[str, Any]:
-    """The measured speed as fractions of the machine's limits at each repetition. rate: of matmuls."""
+    """Returns the measured speed as fractions of the machine's limits at each repetition. rate: of
+    matmuls.
+    """
     memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]
     compute = [work.flop / limit[rate] / s for s, limit in zip(seconds, limits, strict=True)]
     is_memory = statistics.median(memory) >= statistics.median(compute)
@@ -184,8 +186,8 @@ def _fractions(work: Work, seconds: list[float], limits: list[dict[str, float]],
 
 
 def _row_line(row: dict[str, Any]) -> str:
-    """The table line of a batch: medians (minimum-maximum). After `of limit`, m: bound by memory, c: by
-    compute.
+    """Returns the table line of a batch: medians (minimum-maximum). After `of limit`, m: bound by memory, c:
+    by compute.
     """
     cells = [str(row[name]) for name in ("rows", "prompt_tokens", "new_tokens")]
     if "skipped" not in row:
@@ -199,7 +201,7 @@ def _row_line(row: dict[str, Any]) -> str:
 
 
 def _engine_line(engine: dict[str, Any]) -> str:
-    """The line of the engine: all requests, and the 50th (and 99th) percentile of one."""
+    """Returns the line of the engine: all requests, and the 50th (and 99th) percentile of one."""
     if "skipped" in engine:
         return f"engine: skipped: {engine['skipped']}"
     times = [
@@ -214,7 +216,7 @@ def _engine_line(engine: dict[str, Any]) -> str:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Returns median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

@@ -146,7 +146,7 @@ class FlagParser:
         raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
 
     def _with_underscores(self, argv: Sequence[str]) -> list[str]:
-        """The arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
+        """Returns the arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
         args = iter(argv)
         found = [next(args)]
         for arg in args:
@@ -191,7 +191,7 @@ class FlagParser:
 
 
 def _entry(option: str, text: str, default: Any = None) -> list[str]:
-    """The lines of --help for one flag."""
+    """Returns the lines of --help for one flag."""
     if isinstance(default, list):
         default = ",".join(map(str, default))
     text += "" if default in (None, "") else f" Default: {str(default).lower()}."
@@ -203,7 +203,7 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
 
 
 def version() -> str:
-    """The versions of this package, jax and Python."""
+    """Returns the versions of this package, jax and Python."""
     # Imported here: it would take most of this module's import time.
     from importlib.metadata import version as installed
 

@@ -32,7 +32,7 @@ def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | 
 
 
 def _usable_memory(card: Card | Tpu) -> float:
-    """Bytes of a device that the program can use."""
+    """Returns the bytes of a device that the program can use."""
     return card.memory_gib * _GIB * card.memory_fraction
 
 

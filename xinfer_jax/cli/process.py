@@ -123,7 +123,7 @@ def _fill_closed_streams() -> None:
 
 
 def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn]:
-    """The `main` of a command: parses the flags, does the work, and exits as `run_and_exit`."""
+    """Returns the `main` of a command: parses the flags, does the work, and exits as `run_and_exit`."""
 
     def main(argv: Sequence[str] | None = None) -> NoReturn:
         def run() -> int:

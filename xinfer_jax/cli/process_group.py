@@ -117,7 +117,9 @@ def _detect_cluster(given: Any) -> tuple[str, int, int]:
 
 
 def shared_settings(parser: FlagParser) -> dict[str, str]:
-    """The settings that must be the same in all processes, by name: flags, versions, digests of files."""
+    """Returns the settings that must be the same in all processes, by name: flags, versions, digests of
+    files.
+    """
     flags = parser.values
     same = {f"--{name}": str(flags[name].value) for name in flags if name not in _OWN}
     same["the version"] = version()

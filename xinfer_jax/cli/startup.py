@@ -52,7 +52,7 @@ def check_devices(flags: Any) -> None:
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
-    """The mesh of --mesh=model=N: the first N devices."""
+    """Returns the mesh of --mesh=model=N: the first N devices."""
     if not re.fullmatch(r"model=[1-9]\d{0,5}", text):
         raise InputError(f"--mesh={format_value(text)} is not model=N, with N devices: give that")
     count = int(text.removeprefix("model="))

@@ -119,7 +119,7 @@ class LayerSpec:
     scalar: bool = False  # the layer's output is multiplied by a number
 
     def with_mixer(self, **changes: Any) -> "LayerSpec":
-        """The layer with these fields changed of the mixers that have them."""
+        """Returns the layer with these fields changed of the mixers that have them."""
         mixers = (
             dataclasses.replace(mixer, **changes) if all(hasattr(mixer, name) for name in changes) else mixer
             for mixer in self.mixers
@@ -127,7 +127,7 @@ class LayerSpec:
         return dataclasses.replace(self, mixers=tuple(mixers))
 
     def mixer_of(self, kind: str) -> Any:
-        """The spec of the mixer of a kind. None: the layer has none."""
+        """Returns the spec of the mixer of a kind. None: the layer has none."""
         return next((mixer for mixer in self.mixers if mixer.kind == kind), None)
 
     @property

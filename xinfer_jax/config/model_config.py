@@ -200,7 +200,7 @@ class ModelConfig:
 
 
 def flatten_config(config: ModelConfig) -> tuple[tuple[()], tuple[Any, ...]]:
-    """No leaves, and the config with all that `==` does not compare."""
+    """Returns no leaves, and the config with all that `==` does not compare."""
     kept = (
         tuple(config.eos_token_ids),
         tuple(config.placeholder_ids.items()),

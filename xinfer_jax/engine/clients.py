@@ -99,14 +99,14 @@ class Clients:
             self.client_of(row).tokens += prefilled + _DECODE_WEIGHT * decoded
 
     def next_row(self) -> Any:
-        """The row that gets the next slot, or None if no row waits."""
+        """Returns the row that gets the next slot, or None if no row waits."""
         return next(iter(self.by_urgency(self.first_rows())), None)
 
     def first_rows(self) -> list[Any]:
         return [client.waiting[0] for client in self._clients.values() if client.waiting]
 
     def by_urgency(self, rows: Iterable[Any]) -> list[Any]:
-        """Rows of any clients, the most urgent first."""
+        """Returns rows of any clients, the most urgent first."""
         first: dict[str, Any] = {}
         for row in rows:
             if row.client not in first or row.rank < first[row.client].rank:
@@ -127,8 +127,8 @@ class Clients:
         return not starved, urgency, beyond_share, client.tokens, client.slots, row.arrival
 
     def beyond_share(self, with_slots: Iterable[Any]) -> list[Any]:
-        """The rows that clients have beyond their share of the slots, in the order to preempt them: each time
-        the last by rank of the client with the most slots.
+        """Returns the rows that clients have beyond their share of the slots, in the order to preempt them:
+        each time the last by rank of the client with the most slots.
         """
         rows = list(with_slots)
         found = list[Any]()

@@ -317,8 +317,8 @@ class EngineCore:
         self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
-        """The running rows whose masks are not computed yet. The others wait a moment for those whose last
-        mask came soon.
+        """Returns the running rows whose masks are not computed yet. The others wait a moment for those whose
+        last mask came soon.
         """
         running = self.scheduler.running
         constrained = _with_masks(self.answers[row] for row in running)
@@ -339,8 +339,8 @@ class EngineCore:
         return {answer.row for answer in late}
 
     def _masks(self, answers: Sequence[Answer]) -> np.ndarray | None:
-        """uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next. None: all. A request
-        whose grammar fails ends.
+        """Returns uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next. None: all. A
+        request whose grammar fails ends.
         """
         constrained = _with_masks(answers)
         if not constrained:
@@ -449,14 +449,14 @@ def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:
 
 
 def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
-    """`greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
+    """Returns `greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
     requests = {slot: answer.request for slot, answer in answers.items()}
     recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
     return all(request.call.greedy for request in requests.values()), recorded
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:
-    """The answers whose grammar needs the host for the mask of each token."""
+    """Returns the answers whose grammar needs the host for the mask of each token."""
     return [answer for answer in answers if isinstance(answer.matcher, Matcher)]
 
 

@@ -61,8 +61,8 @@ class RowsCall(NamedTuple):
 def paged_cache(
     config: ModelConfig, caches: CacheArrays, tables: Iterable[Any], capacity: int, lengths: tuple
 ) -> KVCache:
-    """A cache of rows over the pools of all pages, the last of routes if they are recorded, and the recurrent
-    states of these rows.
+    """Returns a cache of rows over the pools of all pages, the last of routes if they are recorded, and the
+    recurrent states of these rows.
 
     Args:
         tables: the block table, once or for each pool.
@@ -85,13 +85,13 @@ def paged_cache(
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
+    """Returns (k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
     paged = cache.kv_layers if cache.routed_experts is None else (*cache.kv_layers, cache.routed_experts)
     return tuple((layer.k, layer.v) for layer in paged)
 
 
 def cache_states(cache: KVCache) -> tuple[Any, ...]:
-    """The layers of a cache with recurrent states."""
+    """Returns the layers of a cache with recurrent states."""
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
@@ -110,8 +110,8 @@ def sample_one_token(
 def decode_rows(
     executor: Executor, steps: RowSteps, arrays: tuple[DecodeState, CacheArrays], args: tuple
 ) -> tuple[DecodeState, CacheArrays, SampledTokens]:
-    """The rows of all slots and their caches after the steps of a call, and what the running rows sampled.
-    args: the parameters, the rows' `Extras`, and a `RowsCall`.
+    """Returns the rows of all slots and their caches after the steps of a call, and what the running rows
+    sampled. args: the parameters, the rows' `Extras`, and a `RowsCall`.
     """
     rows, caches = arrays
     *model, call = args
@@ -141,8 +141,8 @@ def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCal
 def _end(
     executor: Executor, rows: DecodeState, own: Any, state: DecodeState, counts: Any = None
 ) -> tuple[DecodeState, SampledTokens]:
-    """The rows without output, and the output. The host reads only the output: an array of the rows that the
-    host has a view of could not be donated. counts: `SpeculationState`.
+    """Returns the rows without output, and the output. The host reads only the output: an array of the rows
+    that the host has a view of could not be donated. counts: `SpeculationState`.
     """
     count_B, finished_B = executor.call(_END, state.length_B, state.output_start_B, state.finished_B)
     drafts = () if counts is None else (counts.passes_B, counts.accepted_B)
@@ -154,7 +154,7 @@ def _end(
 
 
 def _with_leaves(rows: DecodeState, leaves: dict[int, Any]) -> DecodeState:
-    """The rows with these leaves, by index, in place of their own."""
+    """Returns the rows with these leaves, by index, in place of their own."""
     old, tree = jax.tree.flatten(rows)
     return jax.tree.unflatten(tree, [leaves.get(i, x) for i, x in enumerate(old)])
 
@@ -196,7 +196,7 @@ def _end_call(length_B, start_B, finished_B):
 
 
 def _target_logprobs(params, config, hidden_1TD, target_T):
-    """`Alternatives` of the token after each position, `target_T`."""
+    """Returns `Alternatives` of the token after each position, `target_T`."""
 
     def part(pair):
         hidden_TD, target_T = pair

@@ -171,7 +171,7 @@ class Dispatcher:
         return [answer.row for answer, job in self._current.items() if job.endpoint is endpoint]
 
     def _queued_tokens(self) -> dict[Any, int]:
-        """The tokens of prompts that each endpoint has not prefilled."""
+        """Returns the tokens of prompts that each endpoint has not prefilled."""
         return {
             endpoint: sum(len(row.ids) - row.num_computed for row in self._rows_at(endpoint))
             for endpoint in self.of_role("prefill")

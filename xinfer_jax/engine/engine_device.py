@@ -128,7 +128,7 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_rows(self, new: Sequence[NewRow]) -> DecodeState:
-        """Rows before their first token."""
+        """Returns rows before their first token."""
         rows = self._put(self._initial_rows(new))
         held = self._shape.processors
         if not held:
@@ -284,11 +284,11 @@ class Device:
         self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
-        """The contents of these pages, in arrays of their own on the device."""
+        """Returns the contents of these pages, in arrays of their own on the device."""
         return [self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages)]
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
-        """The contents of these pages, in host memory."""
+        """Returns the contents of these pages, in host memory."""
         parts = (self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
@@ -299,7 +299,7 @@ class Device:
             self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
     def copy_routes(self, pages: list[int]) -> list[Any]:
-        """The routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
+        """Returns the routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
         return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
@@ -323,7 +323,7 @@ class Device:
         self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
-        """The row of a slot, and its recurrent states. on_host: these in host memory."""
+        """Returns the row of a slot, and its recurrent states. on_host: these in host memory."""
         states = self._states_of(slot)
         row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
@@ -433,7 +433,7 @@ class Device:
         return RunnableModel(self.params, self.config)
 
     def _model_of(self, variants: Sequence[Variant]) -> RunnableModel:
-        """The model for rows with these variants."""
+        """Returns the model for rows with these variants."""
         extras = NO_EXTRAS
         if self.adapters:
             adapter_B = self.adapters.of_rows(np.array([adapter for adapter, _ in variants], np.int32))
@@ -445,7 +445,7 @@ class Device:
         return self._model._replace(extras=extras)
 
     def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> RunnableModel:
-        """The model for all slots. variants: of those that have one."""
+        """Returns the model for all slots. variants: of those that have one."""
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
@@ -456,7 +456,7 @@ class Device:
         )
 
     def _initial_rows(self, new: Sequence[NewRow]) -> DecodeState:
-        """`new_rows` without processors, in host memory."""
+        """Returns `new_rows` without processors, in host memory."""
         shape = self._shape
         V = self.config.vocab_size
         zeros_1 = np.zeros(1, np.int32)
@@ -489,7 +489,7 @@ class Device:
         return pools, states, snapshots
 
     def _create(self, function: Callable[[], Any]) -> Any:
-        """function(), committed to the device to which a caller committed the parameters."""
+        """Returns function(), committed to the device to which a caller committed the parameters."""
         device = self._device
         if self._dry_run:
             return with_sharding(jax.eval_shape(function), device and SingleDeviceSharding(device))
@@ -499,11 +499,11 @@ class Device:
             return jax.device_put(function(), device)
 
     def _put(self, tree: Any) -> Any:
-        """The arrays on the device to which a caller committed the parameters."""
+        """Returns the arrays on the device to which a caller committed the parameters."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
     def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
-        """int32 [1, width], and how many of them are real [1]."""
+        """Returns int32 [1, width], and how many of them are real [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
@@ -531,7 +531,7 @@ class Device:
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
-        """The recurrent states of a slot, as caches of one row."""
+        """Returns the recurrent states of a slot, as caches of one row."""
         return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
 
     def _set_states(self, slot: int, states: tuple[LayerCache, ...]) -> None:
@@ -539,7 +539,9 @@ class Device:
             self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
-        """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""
+        """Returns int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row
+        uses.
+        """
         table_BP = np.zeros((rows, num_pages_for(self._shape.capacity)), np.int32)
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
@@ -547,7 +549,7 @@ class Device:
 
 
 def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:
-    """The output without what no row asked for, which is not copied to the host."""
+    """Returns the output without what no row asked for, which is not copied to the host."""
     most = max(recorded.values(), default=0)
     if most == 0:
         return out._replace(alternatives=None)

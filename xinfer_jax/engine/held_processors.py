@@ -84,8 +84,8 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
 
     def with_rows(self, rows: DecodeState) -> DecodeState:
-        """The rows of all slots with processors that none of them names. Raises InputError for functions that
-        a step cannot use.
+        """Returns the rows of all slots with processors that none of them names. Raises InputError for
+        functions that a step cannot use.
         """
         row = jax.tree.map(lambda x: x[:1], rows)
         all_of_them = self.of_request(dict.fromkeys(self))
@@ -99,7 +99,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
 
 
 def _try(callers: Callers, row: DecodeState) -> tuple[Callers, DecodeState]:
-    """The callers of a row at its start, and the row after a step with them."""
+    """Returns the callers of a row at its start, and the row after a step with them."""
     callers = callers.start(row.context, row.key_B)
     row = _with_callers(row, callers)
     logits_1V = jnp.zeros(row.context.seen_BV.shape, jnp.float32)
@@ -115,7 +115,7 @@ def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
 
 
 def _only_row(x: Any) -> Any:
-    """The entry of a number for all rows, or of an array of one row."""
+    """Returns the entry of a number for all rows, or of an array of one row."""
     if np.ndim(x) and len(x) != 1:
         raise InputError(f"processors: arguments of shape {np.shape(x)}, for 1 row")
     return x[0] if np.ndim(x) else x
@@ -132,7 +132,9 @@ def repeated(x_1: Any, rows: int) -> Any:
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
-    """The arguments of one row as NumPy arrays of their own. like: of the same tree, shapes and types."""
+    """Returns the arguments of one row as NumPy arrays of their own. like: of the same tree, shapes and
+    types.
+    """
     try:
         arrays = jax.tree.map(_array, arguments)
         if like is None:

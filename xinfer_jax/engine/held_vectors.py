@@ -51,9 +51,9 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         self.replace_all(given)
 
     def of_request(self, given: Any) -> tuple[float, ...]:
-        """The factors of a row, for `GenerateOptions.taps` of a request: factors by name, or taps by layer as
-        `generate` takes them, made by `Tap.steer` of vectors that the engine holds. (): all factors are 0.
-        Raises InputError.
+        """Returns the factors of a row, for `GenerateOptions.taps` of a request: factors by name, or taps by
+        layer as `generate` takes them, made by `Tap.steer` of vectors that the engine holds. (): all factors
+        are 0. Raises InputError.
         """
         if isinstance(given, Mapping) and any(isinstance(tap, Tap) for tap in given.values()):
             given = self._by_name(given)
@@ -71,7 +71,9 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         return float(number)
 
     def _by_name(self, taps: Mapping[Any, Any]) -> dict[str, Any]:
-        """The factors by name for taps by layer. Raises InputError for taps of other vectors or kinds."""
+        """Returns the factors by name for taps by layer. Raises InputError for taps of other vectors or
+        kinds.
+        """
         left: dict[Any, tuple[np.ndarray, float]] = {}
         for place, tap in taps.items():
             layer = place[0] if isinstance(place, tuple) and place[1:] == ("layer",) else place

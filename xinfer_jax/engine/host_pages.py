@@ -31,7 +31,7 @@ class HostPages:
         self._saved: tuple[np.ndarray, Any] | None = None  # pages whose copies the device still makes
 
     def bytes_of(self, page: int) -> np.ndarray:
-        """The bytes of a page, uint8, in place. `finish` comes first."""
+        """Returns the bytes of a page, uint8, in place. `finish` comes first."""
         return self._block_PY[page]
 
     def save(self, pages: np.ndarray, contents: Any) -> None:

@@ -52,8 +52,8 @@ class HostTier:
         self.read: set[int] = set()  # pages that came from files, and were not loaded since
 
     def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
-        """The first of these pages that are in host memory and then in files. names: other hashes of the same
-        pages, by which a file may be found. in_files: whether to look for files.
+        """Returns the first of these pages that are in host memory and then in files. names: other hashes of
+        the same pages, by which a file may be found. in_files: whether to look for files.
         """
         host_pages = self.pool.find(hashes)
         if not in_files:

@@ -62,7 +62,7 @@ class Pacing:
         self.step_seconds = seconds / max(1, steps)
 
     def _affordable_steps(self, others: bool, live: bool) -> int:
-        """Decode steps in the time of one step. others: whether rows wait or prefill."""
+        """Returns decode steps in the time of one step. others: whether rows wait or prefill."""
         if not self.step_seconds:
             return _FIRST_STEPS
         seconds = _LONGEST_SECONDS

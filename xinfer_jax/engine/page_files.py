@@ -72,7 +72,9 @@ class PageFiles:
         self._identity = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of pages in files for a request's: without the secret nobody can guess a file's name."""
+        """Returns the salt of pages in files for a request's: without the secret nobody can guess a file's
+        name.
+        """
         return sign(self._secret, b"salt", salt)
 
     def __contains__(self, page_hash: object) -> bool:

@@ -64,13 +64,15 @@ class PagePool:
         return len(self.free) + len(self.cached)
 
     def num_available_after(self, released: Iterable[int], reused: Iterable[int]) -> int:
-        """`num_available` after rows release pages (each page once for each row) and others are reused."""
+        """Returns `num_available` after rows release pages (each page once for each row) and others are
+        reused.
+        """
         unused = {page for page, count in Counter(released).items() if self.ref_counts[page] == count}
         taken = sum(page in self.cached or page in unused for page in reused)
         return self.num_available + len(unused) - taken
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` about pages."""
+        """Returns the fields of `EngineStats` about pages."""
         return dict(
             pages_used=sum(n > 0 for n in self.ref_counts),
             pages_shared=sum(n > 1 for n in self.ref_counts),
@@ -79,7 +81,7 @@ class PagePool:
         )
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages cached under the first of these hashes, up to the first hash that is missing."""
+        """Returns the pages cached under the first of these hashes, up to the first hash that is missing."""
         return list(takewhile(bool, (self.page_of_hash.get(page_hash, 0) for page_hash in hashes)))
 
     def reuse(self, pages: Iterable[int]) -> None:

@@ -71,8 +71,8 @@ class PrefixCache:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
     def take_snapshot(self, row: Row) -> int:
-        """The snapshot into which a row's recurrent states are to be copied, as they are now at the end of a
-        chunk. 0: into none.
+        """Returns the snapshot into which a row's recurrent states are to be copied, as they are now at the
+        end of a chunk. 0: into none.
         """
         if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
             return 0
@@ -123,7 +123,7 @@ class PrefixCache:
             self._snapshots.clear_cache()
 
     def tokens_in_full_chunks(self, row: Row) -> int:
-        """Tokens of the prompt that are prefilled in full chunks."""
+        """Returns tokens of the prompt that are prefilled in full chunks."""
         return (len(row.ids) - 1) // self._chunk * self._chunk if row.logprobs_from is None else 0
 
     def _snapshot_ends(self, row: Row, most: int) -> set[int]:
@@ -140,7 +140,9 @@ class PrefixCache:
         return {chunks, row.shared // self._chunk, *(factor**i for i in range(others))}
 
     def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
-        """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
+        """Returns the first of these pages, up to the last one at whose end there is a snapshot of the
+        states.
+        """
         if self._snapshots is None:
             return found
         ends = (
@@ -149,7 +151,7 @@ class PrefixCache:
         return found.first(next(ends, 0))
 
     def _find(self, row: Row, hashes: Sequence[bytes], in_files: bool) -> FoundPrefix:
-        """The first cached pages of these hashes, which are all of one kind."""
+        """Returns the first cached pages of these hashes, which are all of one kind."""
         pages = self._pool.find(hashes)
         if self._host is None:
             return FoundPrefix(pages, [], [], [])

@@ -41,7 +41,7 @@ def replay_answer(
     params: Mapping[int, Params],
     adapters: AdapterVersions,
 ) -> list[float]:
-    """`Engine.replay`."""
+    """Runs `Engine.replay`."""
     answer = given.answer if isinstance(given, SampleOutput) else given
     if isinstance(answer, Request):
         answer = answer.single_answer
@@ -169,7 +169,9 @@ class _Replay:
         return count
 
     def _masks(self) -> np.ndarray:
-        """uint32 [slots, 1 + draft tokens, words] that allow the answer's next tokens alone, in all slots."""
+        """Returns uint32 [slots, 1 + draft tokens, words] that allow the answer's next tokens alone, in all
+        slots.
+        """
         shape = self._core.shape
         words = -(-self._call.config.vocab_size // 32)
         masks_BQW = np.zeros((shape.rows, 1 + shape.num_draft_tokens, words), np.uint32)

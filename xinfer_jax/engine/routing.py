@@ -117,8 +117,8 @@ def close_engines(engines: Sequence[Any], close: Callable[[Any], None]) -> None:
 
 
 def _place_params(model: Model, devices: list[jax.Device]) -> Params:
-    """A copy of the parameters on these devices: sharded as the original is over as many, or divided over
-    them.
+    """Returns a copy of the parameters on these devices: sharded as the original is over as many, or divided
+    over them.
     """
     mesh = concrete_mesh_of(model.params)
     if len(devices) != (mesh.size if mesh else 1):
@@ -137,7 +137,7 @@ def _place_params(model: Model, devices: list[jax.Device]) -> Params:
 
 
 def _device_groups(name: str, devices: Any, model: Model) -> list[list[jax.Device]]:
-    """The devices of each engine of a side. name: of the argument."""
+    """Returns the devices of each engine of a side. name: of the argument."""
     if not is_sequence(devices) or not len(devices):
         raise InputError(
             f"{name} must be a list of devices, and so for the other side, got {format_value(devices)}"

@@ -94,7 +94,7 @@ class Scheduler:
         return [row for row in self.slots if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` about rows and pages."""
+        """Returns the fields of `EngineStats` about rows and pages."""
         states = [row.state for row in self.rows_with_slots]
         return dict(
             running=states.count("running"),
@@ -148,8 +148,8 @@ class Scheduler:
         return actions
 
     def record_prefill(self, chunk: PrefillChunk) -> int:
-        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the snapshot
-        into which the row's recurrent states are to be copied. 0: into none.
+        """Records that a chunk's program was called: the prefix cache may find its pages from now on. Returns
+        the snapshot into which the row's recurrent states are to be copied. 0: into none.
         """
         row = chunk.row
         if row.ended:
@@ -380,8 +380,8 @@ class Scheduler:
         return [row for row in new if row.state == "prefilling"]
 
     def _over_time(self, row: Row, seconds: float) -> list[Row]:
-        """The rows that may be preempted for a row as they have had their slots for so long, the longest
-        first.
+        """Returns the rows that may be preempted for a row as they have had their slots for so long, the
+        longest first.
         """
         over = [other for other in self.rows_with_slots if other.slot_time + seconds <= self._now]
         over = [other for other in over if other.priority <= row.priority and not other.moving]
@@ -424,8 +424,8 @@ class Scheduler:
         return LoadPages(row, pages, host_pages, PAGE_SIZE)
 
     def next_chunk(self, row: Row) -> PrefillChunk:
-        """The next prefill chunk of a row. If cached pages end within a full chunk, its rest goes page by
-        page.
+        """Returns the next prefill chunk of a row. If cached pages end within a full chunk, its rest goes
+        page by page.
         """
         start = row.num_computed
         end = len(row.ids)
@@ -463,7 +463,7 @@ class Scheduler:
         return swap
 
     def swap(self, row: Row, out: bool) -> Swap:
-        """The action that moves the computed pages of a row with a slot."""
+        """Returns the action that moves the computed pages of a row with a slot."""
         assert row.slot is not None
         return Swap(row, row.slot, row.pages[: num_pages_for(row.num_computed)], out)
 

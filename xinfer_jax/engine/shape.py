@@ -79,7 +79,7 @@ class EngineShape(EngineOptions):
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
     def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
-        """The bytes of an engine of this shape."""
+        """Returns the bytes of an engine of this shape."""
         vectors = len(self.vectors) if self.vectors else 0
         row = 2 * MAX_ENTRIES + 4 * self.capacity + MAX_DECODE_TOKENS * (12 + 16 * MAX_LOGPROBS)
         row += 4 * MAX_DECODE_TOKENS * -(-config.vocab_size // 32) * self.support
@@ -160,7 +160,9 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
 
 
 def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
-    """`EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the host."""
+    """Runs `EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the
+    host.
+    """
     plan = shape.memory_plan(model.params, model.config)
     rows = ", fewer rows" if shape.state_bytes else ""
     plan.check(f"ask for fewer pages{rows}, or a smaller cache_dtype")
@@ -176,7 +178,7 @@ def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
-    """`EngineOptions.capacity`, or its default."""
+    """Returns `EngineOptions.capacity`, or its default."""
     if capacity is None:
         capacity = min(_DEFAULT_CAPACITY, config.context_length)
     return check_integer("capacity", capacity, 2, config.context_length)
@@ -227,13 +229,15 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:
-    """Tokens of a prompt and its answer that an `Engine` of these arguments can hold (`usable_capacity`)."""
+    """Returns tokens of a prompt and its answer that an `Engine` of these arguments can hold
+    (`usable_capacity`).
+    """
     capacity = check_capacity(config, capacity)
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 
 
 def _adapter_bytes(model: Model, rank: Any) -> int:
-    """Bytes of an adapter of this rank on every matrix of the layers."""
+    """Returns the bytes of an adapter of this rank on every matrix of the layers."""
     if any(isinstance(leaf, AdaptedWeight) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
         raise InputError("the model has an adapter already: leave out max_adapters, or load it without")
     itemsize = activation_dtype(model.params).itemsize

@@ -88,7 +88,7 @@ def requests_of(
 
 
 def _checked_options(engine: Any, options: GenerateOptions) -> GenerateOptions:
-    """The options as `validate_call` takes them. Raises InputError for options of an engine."""
+    """Returns the options as `validate_call` takes them. Raises InputError for options of an engine."""
     for name, why in _ENGINE_OPTIONS.items():
         if (value := getattr(options, name)) != getattr(GenerateOptions, name):
             raise InputError(f"{name}={format_value(value)} is not for a request: {why}")
@@ -126,7 +126,9 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
 
 
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
-    """Sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile programs."""
+    """Returns sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile
+    programs.
+    """
     settings = options.sampling
 
     def convert(sampling: Any) -> Any:

@@ -126,7 +126,7 @@ class WarmUp:
 def create_device(
     params: Params, config: ModelConfig, shape: EngineShape, warm_up: bool, is_busy: Callable[[], bool]
 ) -> tuple[Device, WarmUp]:
-    """A device that can answer a short greedy request, and what compiles its other programs.
+    """Returns a device that can answer a short greedy request, and what compiles its other programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
     warm_up: wait for all programs. is_busy: whether the engine has requests.

@@ -175,7 +175,7 @@ def fit_leaves(
 
 
 def _host_array(x: Any) -> Any:
-    """An array that each of several processes has whole."""
+    """Returns an array that each of several processes has whole."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise InputError(
             "a stream of weights for several processes has whole arrays in each of them: give a tree for"

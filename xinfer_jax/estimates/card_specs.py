@@ -35,7 +35,7 @@ class Card:
     memory_fraction = 0.75  # that jax allocates by default
 
     def mesh(self) -> "jax.sharding.Mesh":
-        """A mesh of one such GPU to compile for."""
+        """Returns a mesh of one such GPU to compile for."""
         from jax.experimental import topologies
 
         major, minor = self.capability
@@ -96,7 +96,7 @@ class Tpu:
     capability = (0, 0)
 
     def mesh(self) -> "jax.sharding.Mesh":
-        """A mesh of one such TPU to compile for.
+        """Returns a mesh of one such TPU to compile for.
 
         Raises:
             RuntimeError: libtpu is not installed.

@@ -252,7 +252,7 @@ def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
 def _join(
     spec: FileSpec, shape: Shape, leaves: list[Any], inputs_first: bool, convert: Callable[[Any], Any]
 ) -> Any:
-    """The tensor that holds these leaves. spec: of one of them."""
+    """Returns the tensor that holds these leaves. spec: of one of them."""
     arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
     if spec.interleaved:
@@ -267,7 +267,7 @@ def _join(
 
 
 def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
-    """A leaf from the tensors that hold it."""
+    """Returns a leaf from the tensors that hold it."""
     names = [*spec.tensor_shapes(tensors)]
     tensor = tensors[names[0]]
     xp = tensor.__array_namespace__()
@@ -293,8 +293,8 @@ def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
 
 
 def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
-    """The result, divided over a mesh as the source is: eager programs may replicate it. axes: of each of its
-    axes the source's. None: it is not divided.
+    """Returns the result, divided over a mesh as the source is: eager programs may replicate it. axes: of
+    each of its axes the source's. None: it is not divided.
     """
     sharding = getattr(source, "sharding", None)
     if isinstance(source, jax.core.Tracer) or not isinstance(sharding, NamedSharding):

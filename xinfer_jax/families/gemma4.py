@@ -101,7 +101,7 @@ def _layer_types(hf: Mapping, layers: int) -> list[str]:
 
 
 def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, int]]:
-    """head_dim and num_key_value_heads of each type of layers, by the published names or by
+    """Returns head_dim and num_key_value_heads of each type of layers, by the published names or by
     `per_layer_config`, which transformers 5.23 writes.
     """
     names = ("head_dim", "num_key_value_heads")
@@ -126,7 +126,9 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
 
 
 def _layer_overrides(hf: Mapping, layers: int) -> dict[int, Mapping]:
-    """`per_layer_config` by layer. transformers pads its keys with zeros to one width: "00" to "11"."""
+    """Returns `per_layer_config` by layer. transformers pads its keys with zeros to one width: "00" to
+    "11".
+    """
     given = get_object(hf, "per_layer_config")
     found = {int(key): get_object(given, key) for key in given if re.fullmatch("[0-9]{1,9}", str(key))}
     if len(found) < len(given) or max(found, default=0) >= layers:

@@ -87,7 +87,9 @@ _PARTS = dict(q="query", k="key", v="value")
 
 
 def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
-    """Names of a layer of linear attention. own: of z, b and a. joined: tensors with its projections."""
+    """Returns the names of a layer of linear attention. own: of z, b and a. joined: tensors with its
+    projections.
+    """
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}
     names |= dict(A_log="A_log", dt_bias="dt_bias", gated_norm="norm.weight", o="out_proj") | own

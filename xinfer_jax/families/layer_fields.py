@@ -28,7 +28,7 @@ STACKED = (
 
 
 def shared_kv_layers(config: ModelConfig) -> list[int]:
-    """The layers whose attention uses the keys and values of another layer."""
+    """Returns the layers whose attention uses the keys and values of another layer."""
     return [i for i, layer in enumerate(config.layers) if layer.attention and layer.attention.shares_kv]
 
 
@@ -46,7 +46,9 @@ def with_windows(
 
 
 def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
-    """The layer with attention to as many tokens after a token as before it. reach: how many. None: all."""
+    """Returns the layer with attention to as many tokens after a token as before it. reach: how many. None:
+    all.
+    """
     if reach is None:
         return layer.with_mixer(window=None, ahead=MAX_CONTEXT)
     reach = min(reach, MAX_CONTEXT // 2)  # positions plus a window stay within int32
@@ -54,7 +56,7 @@ def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
 
 
 def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """One `sliding_window` for all layers, or None."""
+    """Returns one `sliding_window` for all layers, or None."""
     if hf.get("layer_types") is not None:  # transformers rejects or ignores it
         raise InputError(
             f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for"
@@ -101,7 +103,7 @@ def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[s
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `layer_windows`."""
+    """Returns the inverse of `layer_windows`."""
     window = next(filter(None, config.layer_windows), None)
     types = [SLIDING if w else FULL for w in config.layer_windows]
     return dict(layer_types=types, use_sliding_window=window is not None) | (
@@ -110,7 +112,7 @@ def write_layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_window(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `same_windows`."""
+    """Returns the inverse of `same_windows`."""
     return dict(sliding_window=config.layer_windows[0])
 
 
@@ -129,14 +131,14 @@ def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec
 
 
 def unused_shared_experts(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of shared experts of width 0."""
+    """Returns the names of shared experts of width 0."""
     if config.experts and config.experts.shared_intermediate_size:
         return set()
     return {name for name in names if ".mlp.shared_expert" in name}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_experts`, `read_shared_experts` and `read_sparse_layers`."""
+    """Returns the inverse of `read_experts`, `read_shared_experts` and `read_sparse_layers`."""
     dense = [i for i, layer in enumerate(config.layers) if layer.experts is None]
     settings: dict[str, Any] = dict(mlp_only_layers=dense, decoder_sparse_step=1)
     if experts := config.experts:

@@ -158,7 +158,9 @@ def _named(
 
 
 def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -> dict[str, Any]:
-    """The fields of a leaf that this tensor may hold. rows: of each of its leaves. groups: of rows."""
+    """Returns the fields of a leaf that this tensor may hold. rows: of each of its leaves. groups: of
+    rows.
+    """
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}
     name = tensor.name + ends.get(kind, "")

@@ -26,7 +26,7 @@ SIZES = (
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig.from_hf`."""
+    """Runs `ModelConfig.from_hf`."""
     if not isinstance(hf, Mapping):
         raise not_a_config_file(hf)
     hf = text_settings(hf)

@@ -105,7 +105,7 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeCon
 
 
 def write_rope_per_layer_type(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_rope_per_layer_type`."""
+    """Returns the inverse of `read_rope_per_layer_type`."""
     sliding = next((config.layer_rope(i) for i, window in enumerate(config.layer_windows) if window), None)
     ropes = {FULL: config.rope, SLIDING: sliding or config.rope}
     return dict(rope_parameters={kind: write_rope(rope) for kind, rope in ropes.items()})

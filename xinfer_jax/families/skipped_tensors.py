@@ -30,12 +30,12 @@ _PREFIXES = {
 
 
 def find_prefix(name: str) -> str:
-    """The prefix that says which part of the checkpoint a tensor belongs to. "": the text model."""
+    """Returns the prefix that says which part of the checkpoint a tensor belongs to. "": the text model."""
     return next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
 
 
 def text_name(name: str) -> str | None:
-    """The name that the text model alone would have for this tensor. None: it is of another part."""
+    """Returns the name that the text model alone would have for this tensor. None: it is of another part."""
     prefix = find_prefix(name)
     renamed = _PREFIXES.get(prefix, "")
     return None if renamed is None else renamed + name.removeprefix(prefix)

@@ -64,7 +64,7 @@ def mixture_of_experts(
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
-    """One expert's MLP for all tokens, float32 [M, D]."""
+    """Returns one expert's MLP for all tokens, float32 [M, D]."""
     if config.experts is None or config.experts.swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
@@ -72,7 +72,7 @@ def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Arr
 
 
 def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The function of an expert's gate and up, [M, F] each: its output is the input of down."""
+    """Returns the function of an expert's gate and up, [M, F] each: its output is the input of down."""
     swiglu = config.experts.swiglu if config.experts else None
     if swiglu is None:
         return lambda gate, up: activation(config)(gate) * up
@@ -86,7 +86,7 @@ def swish(alpha: float, x: jax.Array) -> jax.Array:
 
 
 def expert_at(expert: jax.Array, experts: Params) -> Params:
-    """The leaves of one expert."""
+    """Returns the leaves of one expert."""
     return run("expert_at", _expert_at, expert=expert, experts=experts)
 
 
@@ -100,7 +100,7 @@ def num_local_experts(experts: Params) -> int:
 
 
 def plain_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], float32: the experts' outputs with their weights, in plain jnp."""
+    """Returns [M, D], float32: the experts' outputs with their weights, in plain jnp."""
     size = expert_MU.size  # it may be symbolic
     mix = _chosen_experts if isinstance(size, int) and size < config.num_experts else _all_experts
     return mix(x_MD, weight_MU, expert_MU, experts, config)

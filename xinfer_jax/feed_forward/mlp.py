@@ -57,6 +57,6 @@ def mlp_intermediate(
 
 
 def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, run_config: RunConfig = PLAIN) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)), [..., D] -> [..., D]."""
+    """Computes SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)), [..., D] -> [..., D]."""
     inner = mlp_intermediate(x, layer, config, run_config=run_config)
     return linear(inner, layer["down"], over=run_config.over, run_config=run_config)

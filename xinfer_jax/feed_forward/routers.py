@@ -23,8 +23,8 @@ class Router:
     spec: ExpertsSpec  # of the mixture: its `router` is of the router's kind
 
     def param_specs(self) -> Params:
-        """The specs of the tree "router" of a layer: of the matrix of scores, and of its bias if experts have
-        biases.
+        """Returns the specs of the tree "router" of a layer: of the matrix of scores, and of its bias if
+        experts have biases.
         """
         d = (self.config.hidden_size, "embed")
         return dense((self.spec.num_experts, None), d, self.spec.bias, stays_float=True)
@@ -43,7 +43,7 @@ class Router:
 
     @staticmethod
     def given_or(expert_MU: jax.Array, given_BTU: jax.Array) -> jax.Array:
-        """The given experts, or those that the router chose of a token with -1."""
+        """Returns the given experts, or those that the router chose of a token with -1."""
         given_MU = given_BTU.reshape(expert_MU.shape)
         return jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
 
@@ -84,5 +84,5 @@ class SoftmaxRouter(Router):
 
 
 def router_of(config: ModelConfig, spec: ExpertsSpec) -> Router:
-    """The router of a mixture, by the kind of its spec."""
+    """Returns the router of a mixture, by the kind of its spec."""
     return plugin("router", spec.router.kind)(config, spec)

@@ -123,7 +123,9 @@ def _auto_round(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
 def _with_rules(
     format: AwqGptqFormat, settings: Mapping[str, Any], rules: Mapping[str, Any], require: Require
 ) -> AwqGptqFormat:
-    """The format, or one with others for some modules. rules: their settings by regular expressions."""
+    """Returns the format, or one with others for some modules. rules: their settings by regular
+    expressions.
+    """
     found = []
     for pattern, changes in rules.items():
         require(
@@ -137,7 +139,7 @@ def _with_rules(
 
 
 def _format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    """The format of all modules, or of one."""
+    """Returns the format of all modules, or of one."""
     method = config["quant_method"]
     kind = config.get("layout", method)
     bits: Any = config.get("bits")

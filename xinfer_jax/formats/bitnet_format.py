@@ -124,7 +124,7 @@ class BitNetFormat(QuantizedFormat):
 
 
 def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """The packed matrix, from which `_unpack_bytes` makes its numbers."""
+    """Returns the packed matrix, from which `_unpack_bytes` makes its numbers."""
     values_W2O = convert(leaf.values)
     packed = np.zeros(shape, np.uint8)
 
@@ -139,7 +139,7 @@ def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.n
 
 
 def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:
-    """Some outputs of a packed matrix: int8 [outputs, I], with values -1, 0 and 1."""
+    """Returns some outputs of a packed matrix: int8 [outputs, I], with values -1, 0 and 1."""
     position, row = np.divmod(np.arange(at.start, at.stop), len(packed))
     values = packed[row] >> (2 * position[:, None]).astype(np.uint8) & 3
     if (values == 3).any():
@@ -148,7 +148,7 @@ def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:
 
 
 def _ternary_levels(block_OI: np.ndarray, largest: np.float32, name: str) -> np.ndarray:
-    """The numbers -largest, 0 and largest as -1, 0 and 1."""
+    """Returns the numbers -largest, 0 and largest as -1, 0 and 1."""
     block_OI = block_OI.astype(np.float32)
     if not np.isin(block_OI, (-largest, 0, largest)).all():
         raise InputError(

@@ -110,7 +110,7 @@ def _state_name(name: str, tensors: Tensors) -> str:
 
 
 def _read_state(name: str, shape: Shape, tensors: Tensors) -> _State:
-    """The JSON of a matrix. Raises InputError."""
+    """Returns the JSON of a matrix. Raises InputError."""
     blob = _state_name(name, tensors)
     if blob not in tensors:
         raise InputError(f"{blob} is missing: fetch the checkpoint again")
@@ -163,7 +163,7 @@ def _numbers_of_4_bits(name: str, shape: tuple[int, int], tensors: Tensors) -> S
 
 
 def _scales(name: str, state: _State, tensors: Tensors, blocks: slice) -> np.ndarray:
-    """The scales of these blocks, float32."""
+    """Returns the scales of these blocks, float32."""
     absmax = tensors[f"{name}.absmax"][blocks]
     if not state.nested_block:
         return absmax

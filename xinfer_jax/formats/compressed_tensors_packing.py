@@ -72,7 +72,7 @@ def _group_of_inputs(leaf: GroupedWeight, convert: Callable[[Any], np.ndarray]) 
 
 
 def _words(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of 4 bits as words of neighbouring ones of a row, from the lowest bits on."""
+    """Returns numbers of 4 bits as words of neighbouring ones of a row, from the lowest bits on."""
     padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % _PER_WORD)))
     return np.ascontiguousarray(padded[:, ::2] | padded[:, 1::2] << 4).view("<i4")
 

@@ -65,8 +65,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index of a checkpoint in shards. None: there is no index. Raises
-    InputError.
+    """Returns the file of each tensor, from the index of a checkpoint in shards. None: there is no index.
+    Raises InputError.
     """
     index = read_json(path / INDEX)
     if index is None:

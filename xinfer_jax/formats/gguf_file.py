@@ -81,11 +81,11 @@ class GgufTensor(RowsAsTensor):
         return self.width // self.block[0] * self.block[1]
 
     def view(self, first_row: int, shape: tuple[int, ...]) -> "GgufTensor":
-        """The matrix or vector of that shape that begins at a row."""
+        """Returns the matrix or vector of that shape that begins at a row."""
         return dataclasses.replace(self, rows=self.rows[first_row : first_row + shape[0]], shape=shape)
 
     def slice_axis(self, axis: int, start: int, size: int) -> "GgufTensor":
-        """A slice along the first axis (0) or the last (any other number)."""
+        """Returns a slice along the first axis (0) or the last (any other number)."""
         if axis == 0:
             each = len(self.rows) // self.shape[0]
             rows = self.rows[start * each : (start + size) * each]
@@ -95,7 +95,9 @@ class GgufTensor(RowsAsTensor):
         return dataclasses.replace(self, columns=columns[start : start + size], shape=shape)
 
     def blocks(self, at: slice) -> np.ndarray:
-        """Whole rows as the file has them, uint8 [rows, blocks, bytes of a block]. Raises InputError."""
+        """Returns whole rows as the file has them, uint8 [rows, blocks, bytes of a block]. Raises
+        InputError.
+        """
         rows = self.rows[at]
         if isinstance(rows, range):
             return self._read(rows.start, len(rows))
@@ -128,7 +130,7 @@ class GgufTensor(RowsAsTensor):
         return numbers if len(self.shape) > 1 else numbers[:, 0]
 
     def array(self) -> np.ndarray:
-        """The whole tensor."""
+        """Returns the whole tensor."""
         return self[:].reshape(self.shape)
 
 

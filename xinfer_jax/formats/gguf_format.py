@@ -36,7 +36,7 @@ class _Kind(NamedTuple):
 def gguf_form(
     shape: Shape, parts: Sequence[GgufTensor], devices: int = 1, asked: str | None = None
 ) -> KeptForm | None:
-    """`GgufTensor.kept`, as `kept_form`. Groups must be whole in the order of the model's inputs."""
+    """Returns `GgufTensor.kept`, as `kept_form`. Groups must be whole in the order of the model's inputs."""
     kind = _KINDS.get(parts[0].kind.name)
     if kind is None or any(part.kind != parts[0].kind or not part.is_plain for part in parts):
         return None
@@ -80,12 +80,12 @@ def _halves(blocks: np.ndarray) -> np.ndarray:
 
 
 def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The number at a byte of each block."""
+    """Returns the number at a byte of each block."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)
 
 
 def _five_bits(blocks: np.ndarray) -> np.ndarray:
-    """The numbers of Q5_0 and Q5_1: 4 bytes of high bits, then 16 of low ones."""
+    """Returns the numbers of Q5_0 and Q5_1: 4 bytes of high bits, then 16 of low ones."""
     high = np.unpackbits(blocks[..., :4], axis=-1, bitorder="little")
     return (_halves(blocks[..., 4:]) | high << 4).astype(np.int8)
 

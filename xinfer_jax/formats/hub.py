@@ -104,7 +104,7 @@ class HubOptions:
         return Path(path)
 
     def files(self, name: str) -> list[str]:
-        """The names of all files of the subfolder on the hub."""
+        """Returns the names of all files of the subfolder on the hub."""
         import huggingface_hub
 
         names = huggingface_hub.list_repo_files(name, revision=self.revision, token=self.token)

@@ -54,7 +54,7 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int, asked: str | Non
 def whole_numbers_form(
     shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
 ) -> KeptForm | None:
-    """`ScaledNumbers.kept` of int8 and int4."""
+    """Returns `ScaledNumbers.kept` of int8 and int4."""
     numbers = [part.numbers for part in parts]
     inputs = shape[-1]
     fields = ("group_of", "zeros", "offsets")
@@ -143,7 +143,7 @@ def _fill_groups(
 
 
 def _zeros(bits: int, part: ScaledTensor, rows: slice, columns: np.ndarray) -> np.ndarray:
-    """The zero points of these columns. Raises InputError: one of 8 bits is not the middle number."""
+    """Returns the zero points of these columns. Raises InputError: one of 8 bits is not the middle number."""
     numbers = part.numbers
     if numbers.zeros is None:
         return np.zeros((rows.stop - rows.start, len(columns)), np.int8)

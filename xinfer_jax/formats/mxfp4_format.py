@@ -92,7 +92,7 @@ class Mxfp4Format(MatrixFormat):
 def _by_turns(
     parts: Sequence[Any], field: str, shape: Shape, convert: Callable[[Any], np.ndarray]
 ) -> np.ndarray:
-    """A stored tensor: the outputs of its leaves, which they have last, by turns."""
+    """Returns a stored tensor: the outputs of its leaves, which they have last, by turns."""
     arrays = []
     for part in parts:
         kept = stored_weight(part)
@@ -155,7 +155,7 @@ class ExpertsOutputsFirst:
         return experts, inputs, outputs
 
     def transposed(self, first: int, step: int) -> list[ScaledTensor]:
-        """Each expert's matrix: the outputs from `first` on, every `step`-th."""
+        """Returns each expert's matrix: the outputs from `first` on, every `step`-th."""
         (experts, outputs, inputs) = self.stored.shape
         every = dataclasses.replace(self.stored, step=step)
         return [

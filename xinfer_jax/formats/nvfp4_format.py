@@ -63,7 +63,7 @@ class ModelOptFormat(Fp8Format):
 
 
 def number_spec(name: str, tensors: Tensors) -> dict[str, TensorSpec]:
-    """The scale of a whole matrix: one number, in an array or not."""
+    """Returns the scale of a whole matrix: one number, in an array or not."""
     is_array = name in tensors and tensors[name].shape == (1,)
     return {name: ((1,) if is_array else (), {"F32"})}
 

@@ -143,8 +143,8 @@ class MatrixFormat(StoredFormat):
     stays_quantized = True  # whether its matrices stay as they are stored, unless they are dequantized
 
     def of_files(self, tensors: Tensors) -> Self:
-        """The format of a checkpoint with these tensors, by their names in the files. Raises InputError if
-        its settings do not fit them.
+        """Returns the format of a checkpoint with these tensors, by their names in the files. Raises
+        InputError if its settings do not fit them.
         """
         return self
 
@@ -161,7 +161,7 @@ class MatrixFormat(StoredFormat):
         raise NotImplementedError
 
     def with_matrices(self, tensors: Tensors) -> dict[str, Any]:
-        """The tensors with quantized matrices as if they were floats, as `find` has their shapes."""
+        """Returns the tensors with quantized matrices as if they were floats, as `find` has their shapes."""
         found = self.find(tensors).items()
         return {**tensors, **{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in found}}
 
@@ -203,7 +203,7 @@ def read_bytes(stored: StoredTensor, table: np.ndarray) -> Read:
 
 
 def flat_bytes(stored: StoredTensor) -> StoredTensor:
-    """All rows of a tensor as bytes, [rows, bytes]."""
+    """Returns all rows of a tensor as bytes, [rows, bytes]."""
     width = stored.shape[-1] * stored.struct.dtype.itemsize
     return dataclasses.replace(stored, type="U8", shape=(math.prod(stored.shape[:-1]), width))
 

@@ -49,13 +49,13 @@ class StoredTensor:
         return jax.ShapeDtypeStruct(self.shape, DTYPES[self.type])
 
     def view(self, first_row: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """The tensor of that shape that begins at a row."""
+        """Returns the tensor of that shape that begins at a row."""
         row = math.prod(shape[1:-1]) * self.stride if self.stride else math.prod(shape[1:])
         start = self.start + first_row * row * self.struct.dtype.itemsize
         return dataclasses.replace(self, start=start, shape=shape)
 
     def slice_axis(self, axis: int, start: int, size: int) -> "StoredTensor":
-        """A slice along the first axis (0) or the last (any other number)."""
+        """Returns a slice along the first axis (0) or the last (any other number)."""
         if axis == 0:
             return self.view(start, (size, *self.shape[1:]))
         if size == self.shape[-1]:
@@ -65,8 +65,8 @@ class StoredTensor:
         return dataclasses.replace(self, start=first_byte, shape=(*self.shape[:-1], size), stride=stride)
 
     def transposed(self, first: int, step: int) -> list["TransposedMatrix"]:
-        """Each expert's columns from `first` on, every `step`-th, as rows: of a tensor [experts, inputs,
-        columns] or, of biases, [experts, columns].
+        """Returns each expert's columns from `first` on, every `step`-th, as rows: of a tensor [experts,
+        inputs, columns] or, of biases, [experts, columns].
         """
         inputs, columns = (self.shape if len(self.shape) > 2 else (0, 1, self.shape[1]))[1:]
         flat = dataclasses.replace(self, shape=(self.shape[0] * inputs, columns))
@@ -94,7 +94,7 @@ class StoredTensor:
                 np.copyto(out, data, casting="unsafe")
 
     def array(self) -> np.ndarray:
-        """The whole tensor, in memory that a device array can keep."""
+        """Returns the whole tensor, in memory that a device array can keep."""
         out = aligned_empty(self.struct)
         rows = np.atleast_1d(out)
         width = max(1, rows[:1].nbytes)
@@ -229,13 +229,13 @@ class StoredFormat:
         raise NotImplementedError
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
-        """The tensors of quantized leaves by their names. dtype: of the float tensors beside them. Raises
-        InputError: the format has no such matrix.
+        """Returns the tensors of quantized leaves by their names. dtype: of the float tensors beside them.
+        Raises InputError: the format has no such matrix.
         """
         raise self.misfit(*next(iter(leaves.items())))
 
     def misfit(self, name: str, leaf: Any) -> InputError:
-        """The error of `pack` for this matrix."""
+        """Returns the error of `pack` for this matrix."""
         if reason := getattr(leaf, "not_written", None):
             return InputError(f"{name.replace('{}', '*')} {reason}")
         return InputError(
@@ -263,7 +263,7 @@ class QuantizedFormat(StoredFormat):
     is_read_whole: ClassVar[bool] = False  # over a mesh too, since parts share stored numbers
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """The shapes and types of what `load` returns. Reads at most the order of inputs."""
+        """Returns the shapes and types of what `load` returns. Reads at most the order of inputs."""
         raise NotImplementedError
 
     def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
@@ -272,7 +272,9 @@ class QuantizedFormat(StoredFormat):
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory by name: of its single file, or of the shards that its index names."""
+    """Returns all tensors of a directory by name: of its single file, or of the shards that its index
+    names.
+    """
     weight_map = {} if file_exists(path / WEIGHTS) else read_index(path)
     if weight_map is None:
         raise InputError(f"{path} {describe_files(os.listdir(path))}")
@@ -293,8 +295,9 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor_file(file: Path, max_header: int = _MAX_HEADER) -> dict[str, StoredTensor]:
-    """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
-    from the end of that JSON. max_header: limit of that length, which is compared before anything is parsed.
+    """Returns the tensors of one file. Its header is 8 bytes with the length of the JSON that follows;
+    offsets count from the end of that JSON. max_header: limit of that length, which is compared before
+    anything is parsed.
     """
     file_exists(file)  # raises for a git-LFS pointer
     try:

@@ -33,7 +33,7 @@ class BatchMatchers:
     def masks(
         self, shape: tuple[int, int, int], active_R: np.ndarray | None, draft_BT: Any = None
     ) -> np.ndarray:
-        """The masks of all rows, in a new array.
+        """Returns the masks of all rows, in a new array.
 
         Args:
             shape: [B, Q, W]. Q: 1, or one more than draft tokens.

@@ -219,7 +219,7 @@ class BeamSearchPlan:
         return compile_ahead(call.params, signature, dry_run)[0]
 
     def prefill(self, executor: Executor, cache: KVCache) -> ModelOutput[Any]:
-        """`Executor.prefill` of the prompts."""
+        """Runs `Executor.prefill` of the prompts."""
         return executor.prefill(self._model, self._tokens, cache)
 
     def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:

@@ -40,8 +40,8 @@ class Drafting:
 
     @staticmethod
     def check(call: ValidatedCall) -> Any:
-        """The draft of a call. A draft model with longrope gets the factors of the longest sequence from the
-        start: its tokens are only proposals, so the result stays.
+        """Returns the draft of a call. A draft model with longrope gets the factors of the longest sequence
+        from the start: its tokens are only proposals, so the result stays.
         """
         draft: Any = call.options.draft
         if isinstance(draft, str) and draft == "lookup":
@@ -63,7 +63,7 @@ class Drafting:
         return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
 
     def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
-        """The draft model's cache with the prompts. cache: of `new_cache`."""
+        """Returns the draft model's cache with the prompts. cache: of `new_cache`."""
         tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
         return executor.prefill(RunnableModel(self.params, self._config), tokens, cache).cache
 
@@ -106,7 +106,7 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
 
 
 def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
+    """Returns a cache whose rows can go back by as many tokens as one call of `tokens` appends."""
     layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
     return dataclasses.replace(cache, layers=layers)
 

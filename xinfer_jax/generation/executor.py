@@ -62,7 +62,9 @@ class Executor(Protocol):
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
-        """Tokens of a row that the prefill program is compiled for. longest: tokens of the longest row."""
+        """Returns tokens of a row that the prefill program is compiled for. longest: tokens of the longest
+        row.
+        """
 
     def prefill(
         self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
@@ -97,12 +99,14 @@ class Executor(Protocol):
         """
 
     def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
-        """`function(executor, static, donated, args)`: one program of a traced executor, for each `static`,
-        which reuses the memory of `donated`.
+        """Runs `function(executor, static, donated, args)`: one program of a traced executor, for each
+        `static`, which reuses the memory of `donated`.
         """
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
-        """The results of a strategy that runs from the logits of prompts to its end, in at most `steps`."""
+        """Returns the results of a strategy that runs from the logits of prompts to its end, in at most
+        `steps`.
+        """
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
         """Row r of the result is row index_R[r]."""
@@ -127,25 +131,25 @@ class Executor(Protocol):
         """
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
-        """`function(*args)` of a jitted function without layers. Outputs of `forward` become logits, unless
-        the function takes `loop.Hidden` too, which they are within a trace.
+        """Runs `function(*args)` of a jitted function without layers. Outputs of `forward` become logits,
+        unless the function takes `loop.Hidden` too, which they are within a trace.
         """
 
     def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """`carry = body(i, carry)` for i from `first` to `end` - 1."""
+        """Runs `carry = body(i, carry)` for i from `first` to `end` - 1."""
 
     def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
-        """`kv_cache.reorder_tail`."""
+        """Runs `kv_cache.reorder_tail`."""
 
 
 def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
-    """The model with the parameters before and after the layers only."""
+    """Returns the model with the parameters before and after the layers only."""
     params, config, _ = model
     return {**params, "layers": ((),) * config.num_hidden_layers}, config
 
 
 def decode_compiler_options() -> dict[str, Any] | None:
-    """XLA's options for decode programs on this machine. None: its defaults."""
+    """Returns XLA's options for decode programs on this machine. None: its defaults."""
     options = plugin("compiler", "options")
     return None if options is None else options()
 
@@ -158,7 +162,9 @@ def prefill_chunk_size(cache: KVCache) -> int:
 
 
 def device_chunk_size(length_B: Any) -> int:
-    """Tokens of a row in a prefill chunk, for the device, if it is known. length_B: an array of the rows."""
+    """Returns tokens of a row in a prefill chunk, for the device, if it is known. length_B: an array of the
+    rows.
+    """
     of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
     of_all_rows = of_device(length_B) if of_device else _CHUNK
     rows = length_B.shape[0]  # it may be symbolic
@@ -167,10 +173,10 @@ def device_chunk_size(length_B: Any) -> int:
 
 
 def bucket(size: int) -> int:
-    """The smallest power of two that is at least `size`, and at least 16: for lengths."""
+    """Returns the smallest power of two that is at least `size`, and at least 16: for lengths."""
     return max(_MIN_BUCKET, next_power_of_two(size))
 
 
 def next_power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`: for numbers of rows."""
+    """Returns the smallest power of two that is at least `size`: for numbers of rows."""
     return 1 << (size - 1).bit_length()

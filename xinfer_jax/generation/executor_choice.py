@@ -11,8 +11,8 @@ from .loop import TracedExecutor
 
 
 def executor_class(params: Params) -> Any:
-    """The executor that prefills prompts and decodes streams: one that is plugged in for the devices of the
-    parameters, or `TracedExecutor`. The parameters may be shapes.
+    """Returns the executor that prefills prompts and decodes streams: one that is plugged in for the devices
+    of the parameters, or `TracedExecutor`. The parameters may be shapes.
     """
     choice = plugin("executor", "choice")
     return choice and choice(params) or TracedExecutor

@@ -286,7 +286,7 @@ def decode_loop(  # noqa: PLR0913  a public function
 
 
 def _size(max_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
-    """T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
+    """Returns T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
     size = None if output_size is None else check_integer("output_size", output_size, 1)
     if is_traced(max_tokens):
         if size is None:

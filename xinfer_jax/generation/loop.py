@@ -85,7 +85,7 @@ def prefill_chunks(
 def prefill_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
-    """Logits [B, V] after each row's last token, without a cache."""
+    """Returns logits [B, V] after each row's last token, without a cache."""
     out = hidden_of_tokens(params, config, Inputs(tokens_BT, num_tokens_B), NO_EXTRAS, None, run_config)
     return head_logits(params, config, last_hidden(out.hidden, num_tokens_B))
 
@@ -214,18 +214,18 @@ def decode(
 def search(
     strategy: Any, constants: tuple, logits_BV: jax.Array, cache: KVCache, run_config: RunConfig
 ) -> Any:
-    """The results of a strategy that runs to its end."""
+    """Returns the results of a strategy that runs to its end."""
     carry, _ = strategy.init(TracedExecutor(run_config, inline), constants, logits_BV, cache)
     return strategy.results(decode(strategy, constants, carry, None, run_config))
 
 
 def run_steps(function: Callable, static: Any, donated: Any, args: Any, run_config: RunConfig) -> Any:
-    """`function(executor, static, donated, args)`, within a trace."""
+    """Runs `function(executor, static, donated, args)`, within a trace."""
     return function(TracedExecutor(run_config, inline), static, donated, args)
 
 
 def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeState:
-    """`sample_and_append` of logits [B, V], or of `Hidden`."""
+    """Runs `sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
         return sample_and_append(outputs, state, run_config)
     params, config, hidden_BD = outputs

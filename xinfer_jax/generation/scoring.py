@@ -163,7 +163,7 @@ def score(  # noqa: PLR0913  a public function
 def _support_of_targets(
     support: Any, config: ModelConfig, tokens_BT: Any, reference: Any, teacher_topk: Any
 ) -> Any:
-    """The masks of all tokens but the first. None: none are given. Raises InputError."""
+    """Returns the masks of all tokens but the first. None: none are given. Raises InputError."""
     if support is None:
         return None
     rows, tokens = tokens_BT.shape
@@ -312,8 +312,9 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
 
 
 def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) -> Any:
-    """function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of `chunk`
-    tokens, or by `_chunk` of the vocabulary's matrix. T is split, not B: rows may be on different devices.
+    """Returns function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of
+    `chunk` tokens, or by `_chunk` of the vocabulary's matrix. T is split, not B: rows may be on different
+    devices.
     """
     B, T = args[0].shape[:2]
     parts = -(-T // (chunk or _chunk(matrix, B, T)))
@@ -330,9 +331,9 @@ def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) 
 
 
 def _chunk(matrix: Any, B: int, T: int) -> int:
-    """The tokens of each row whose logits exist at the same time, if the caller gives no `chunk`: all of them
-    if they and their gradient take no more than the gradient of the vocabulary's matrix. A loop over parts
-    would carry that.
+    """Returns the tokens of each row whose logits exist at the same time, if the caller gives no `chunk`: all
+    of them if they and their gradient take no more than the gradient of the vocabulary's matrix. A loop over
+    parts would carry that.
     """
     if not (isinstance(B, int) and isinstance(T, int)):  # symbolic
         return T

@@ -83,12 +83,12 @@ class Speculative(Strategy):
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
     def draft_call(self, context: Context) -> tuple[Any, ...]:
-        """The program of a function that proposes, and its arguments."""
+        """Returns the program of a function that proposes, and its arguments."""
         count = self.num_draft_tokens
         return _CALL_DRAFT_FUNCTION, self.proposer, count, context.history_BS, context.position_B
 
     def _propose(self, executor: Executor, draft_params: Any, state: DecodeState, cache: Any) -> Any:
-        """The draft tokens [B, num_draft_tokens], and the draft model's cache."""
+        """Returns the draft tokens [B, num_draft_tokens], and the draft model's cache."""
         context = state.context
         count = self.num_draft_tokens
         known = context.history_BS, context.position_B
@@ -134,7 +134,7 @@ def logits_at(logits: jax.Array, position: int) -> jax.Array:
 
 
 def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tuple[Inputs, KVCache]:
-    """Each row's last two tokens, and the cache without them."""
+    """Returns each row's last two tokens, and the cache without them."""
     tokens_BT = jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
     return Inputs(tokens_BT, jnp.full(len(length_B), 2, jnp.int32)), truncate(cache, length_B - 2)
 
@@ -170,12 +170,14 @@ def _verify(outputs, state, draft_BT, counts, lengths, run_config):
 
 
 def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, length_B: jax.Array) -> Any:
-    """int32 [B, count]."""
+    """Returns int32 [B, count]."""
     return jnp.asarray(proposer(history_BS, length_B, count), jnp.int32)
 
 
 def _add_draft_token(logits, state, context, draft_BT, i, run_config):
-    """The draft tokens with one more, sampled with the noise that the model itself will sample with."""
+    """Returns the draft tokens with one more, sampled with the noise that the model itself will sample
+    with.
+    """
     logits_BV = logits_at(logits, -1)
     token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
     context = context.append_token(token_B, state.active_B)

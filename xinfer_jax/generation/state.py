@@ -108,7 +108,7 @@ class RowProgress(NamedTuple):
 def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
-    """Rows before their first token. size: columns of `tokens_BT`."""
+    """Returns rows before their first token. size: columns of `tokens_BT`."""
     B = limit_B.shape[0]
     xp = array_module(B)
     zeros_B = xp.zeros(B, np.int32)
@@ -129,12 +129,14 @@ class SampledTokens(NamedTuple):
     accepted_B: Any = None  # int32: accepted draft tokens; None: there are none
 
     def rows(self) -> list[list[int]]:
-        """Each row's tokens, on the host."""
+        """Returns each row's tokens, on the host."""
         return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.count_B, strict=True)]
 
 
 def fetch_tokens(state: DecodeState, rows: int) -> SampledTokens:
-    """The tokens of the first rows, without alternatives, on the host. Each array costs some microseconds."""
+    """Returns the tokens of the first rows, without alternatives, on the host. Each array costs some
+    microseconds.
+    """
     arrays = jax.device_get((state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B))
     return SampledTokens(*(array[:rows] for array in arrays))
 
@@ -200,5 +202,5 @@ def _column(state: DecodeState, among_B: Any) -> jax.Array:
 
 
 def next_column(state: DecodeState) -> jax.Array:
-    """int32 [B]: the column of each row's next token."""
+    """Returns int32 [B]: the column of each row's next token."""
     return state.length_B if state.output_start_B is None else state.length_B - state.output_start_B

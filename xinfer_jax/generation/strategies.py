@@ -47,7 +47,7 @@ class Strategy(abc.ABC):
         """
 
     def active(self, constants: tuple, carry: Carry) -> Any:
-        """bool [B]: the rows that continue. carry: first the state."""
+        """Returns bool [B]: the rows that continue. carry: first the state."""
         return carry[0].active_B
 
 

@@ -124,7 +124,7 @@ class ValidatedCall:
 
 
 def non_finite_reason(params: Params, cache_dtype: str | None = None) -> str:
-    """Why values of a model may not be finite, and the remedy."""
+    """Returns the reason why values of a model may not be finite, and the remedy."""
     if "float16" in (np.dtype(activation_dtype(params)).name, cache_dtype):
         return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
     return "the weights or activations contain NaN or inf: check the checkpoint, or use dtype float32"
@@ -226,7 +226,7 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
 def _compile_grammars(
     config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
 ) -> tuple[tuple[Any, ...], bool]:
-    """`ValidatedCall.grammars`, and `needs_masks`."""
+    """Returns `ValidatedCall.grammars`, and `needs_masks`."""
     if options.grammar is None:
         return (), False
     from .batch_matchers import compile_grammars  # optional: grammars
@@ -269,8 +269,8 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
-    """The prompts as lists of ints. Raises InputError if they, called by `name`, are not non-empty lists of
-    ids of text.
+    """Returns the prompts as lists of ints. Raises InputError if they, called by `name`, are not non-empty
+    lists of ids of text.
     """
     if not is_sequence(prompts):
         raise InputError(f"{name}s must be a list of lists of token ids, got {format_value(prompts)}")

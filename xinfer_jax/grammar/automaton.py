@@ -103,13 +103,15 @@ class Automata:
         return dataclasses.replace(self, width_B=jnp.where(rows_B, self.width_B, 0))
 
     def _next(self, class_BX: jax.Array) -> jax.Array:
-        """int32 [B, X]: the next state after a token of each class."""
+        """Returns int32 [B, X]: the next state after a token of each class."""
         start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
         return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
 
 
 def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> "Automata | None":
-    """The automata of the rows of `decode_loop`. None: no row has one. InputError: grammar is not `Dfa`s."""
+    """Returns the automata of the rows of `decode_loop`. None: no row has one. InputError: grammar is not
+    `Dfa`s.
+    """
     dfas = grammar if is_sequence(grammar) else [grammar]
     given = [dfa for dfa in dfas if dfa is not None]
     if not all(isinstance(dfa, Dfa) for dfa in given):
@@ -153,7 +155,7 @@ def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:
-    """The classes of tokens [V], the table [N] and its width."""
+    """Returns the classes of tokens [V], the table [N] and its width."""
     if dfa is None:
         return np.full(vocab_size, NEVER, np.int16), np.zeros(size, np.int16), np.int32(0)
     xp: Any = jnp if any(map(is_traced, jax.tree.leaves(dfa))) else np

@@ -76,7 +76,7 @@ class _Parts:
                 self.edges[start].append((first, last, state_before(tuple(rest))))
 
     def reach(self, states: Sequence[int]) -> frozenset[int]:
-        """These states, and all that they reach without a byte."""
+        """Returns these states, and all that they reach without a byte."""
         found = set(states)
         left = [*found]
         while left:
@@ -120,7 +120,7 @@ def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _without_dead_ends(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
-    """The table without ways from which no end can be reached."""
+    """Returns the table without ways from which no end can be reached."""
     live_S = accepts_S
     next_SY = np.unique(next_SX, axis=1)  # few columns differ
     while True:

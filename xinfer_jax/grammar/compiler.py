@@ -130,7 +130,7 @@ class ReasoningEnd:
         return before if header is None else header[1] is not None
 
     def _header(self, recent: list[int]) -> tuple[str, str | None] | None:
-        """Channel and function of the header that the last token ends. None: it ends no header."""
+        """Returns channel and function of the header that the last token ends. None: it ends no header."""
         if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
             return None
         return last_header(self._tokenizer.decode_marked(recent))

@@ -145,7 +145,7 @@ def choice(
 
 
 def escape_regex(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Returns a regular expression that matches this text alone."""
     return "".join(rf"\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else c for c in text)
 
 

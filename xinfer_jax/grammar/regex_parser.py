@@ -29,7 +29,7 @@ class NotRegularError(Exception):
 
 
 def parse_regex(pattern: str) -> Tree:
-    """The tree of an expression. Raises NotRegularError."""
+    """Returns the tree of an expression. Raises NotRegularError."""
     if pattern.startswith("^"):
         pattern = pattern[1:]
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2:
@@ -42,7 +42,7 @@ def parse_regex(pattern: str) -> Tree:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters, without surrogates."""
+    """Returns all other characters, without surrogates."""
     found = []
     first = 0
     for low, high in sorted((*ranges, _SURROGATES)):

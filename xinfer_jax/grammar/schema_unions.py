@@ -10,13 +10,14 @@ _MOST_REFERENCES = 8  # one to another
 
 
 def path_names(path: str) -> list[str]:
-    """The names in the path of a reference (RFC 6901)."""
+    """Returns the names in the path of a reference (RFC 6901)."""
     return [unquote(name).replace("~1", "/").replace("~0", "~") for name in path.split("/")]
 
 
 def exclusive_as_any(node: Mapping[str, Any], root: Any) -> dict[str, Any]:
-    """The schema with `anyOf` in place of `oneOf`, if no value is valid for two of its branches: all are of
-    objects, and require one property with constants that no other branch has. root: has the definitions.
+    """Returns the schema with `anyOf` in place of `oneOf`, if no value is valid for two of its branches: all
+    are of objects, and require one property with constants that no other branch has. root: has the
+    definitions.
     """
     found = dict(node)
     branches = found.get("oneOf")

@@ -127,7 +127,7 @@ def _changed(
 
 
 def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, Any]:
-    """A schema rewritten without the schemas in it."""
+    """Returns a schema rewritten without the schemas in it."""
     node = dict(schema)
     for constant in _constants([node.get("const"), node.get("enum")]):
         _check_exact(constant)
@@ -259,7 +259,9 @@ def _is_short(value: int | float) -> bool:
 
 
 def _least(limit: int | float, above: bool, integer: bool) -> int | float:
-    """The least number from a limit on, or above it, that llguidance keeps: an integer, or of 15 digits."""
+    """Returns the least number from a limit on, or above it, that llguidance keeps: an integer, or of 15
+    digits.
+    """
     number = Decimal(str(limit))
     if integer:
         least: Any = math.floor(number) + 1 if above else math.ceil(number)
@@ -286,7 +288,7 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
+    """Returns a pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0
@@ -308,7 +310,7 @@ def _pattern(pattern: str) -> str:
 
 
 def _members(parts: list[str]) -> str:
-    """The members of a class, in which only ranges have an operator."""
+    """Returns the members of a class, in which only ranges have an operator."""
     literal = [rf"\{part}" if part in "[]&~-^" else part for part in parts]
     found = []
     at = 0

@@ -19,7 +19,7 @@ _PART = 2**22  # entries of the arrays that are computed at a time
 def token_automaton(
     pattern: str, tokens: Sequence[bytes], special: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of a `Dfa` over tokens of these bytes. Raises NotRegularError."""
+    """Returns the arrays of a `Dfa` over tokens of these bytes. Raises NotRegularError."""
     next_SX, accepts_S = byte_automaton(parse_regex(pattern))
     if not accepts_S.any():
         raise NotRegularError("no text matches")

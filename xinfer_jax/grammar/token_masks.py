@@ -39,8 +39,8 @@ class TokenMasks:
     count: int = 0  # tokens that it followed
 
     def after(self, ids: Sequence[int], draft_ids: Sequence[int] = ()) -> np.ndarray:
-        """uint32 [1 + n, words of V + 1 bits]: the tokens that may come after all `ids` of the answer, and
-        after each draft token up to the first that the grammar forbids. Bit V: the text may end.
+        """Returns uint32 [1 + n, words of V + 1 bits]: the tokens that may come after all `ids` of the
+        answer, and after each draft token up to the first that the grammar forbids. Bit V: the text may end.
 
         Raises:
             NoTokenLeftError: the grammar forbids one of `ids`, or exceeds llguidance's limits.
@@ -70,8 +70,8 @@ class TokenMasks:
 
 
 def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, walks: int = _WALKS) -> Any:
-    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks. 0: it was
-    tried before).
+    """Returns an `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks.
+    0: it was tried before).
 
     Raises:
         InputError: llguidance is not installed.
@@ -110,12 +110,14 @@ def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Ra
 
 
 def make_tokenizer(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
-    """llguidance's tokenizer of a vocabulary. Raises InputError if it is not installed."""
+    """Returns llguidance's tokenizer of a vocabulary. Raises InputError if it is not installed."""
     return _import_llguidance().LLTokenizer(_wrap(tokens, special), len(tokens) + 1)
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
-    """uint32 [ceil((V + 1) / 32)]: a bit for each token that may come next, and for the end at bit V."""
+    """Returns uint32 [ceil((V + 1) / 32)]: a bit for each token that may come next, and for the end at bit
+    V.
+    """
     bits = np.zeros(vocab_size // 32 + 1, np.uint32)
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     return bits
@@ -128,7 +130,7 @@ def check_allowed(is_allowed: bool) -> None:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without what it repeats, the place in it, and its own measures."""
+    """Returns llguidance's words, without what it repeats, the place in it, and its own measures."""
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
@@ -179,7 +181,7 @@ def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
 
 
 def lark_text(kind: str, source: str) -> str:
-    """A grammar in llguidance's Lark syntax, whatever its kind."""
+    """Returns a grammar in llguidance's Lark syntax, whatever its kind."""
     if kind == "lark":
         operators = re.findall("[&~]", _LARK_TEXT.sub(lambda found: "" if found[1] else found[0], source))
         if len(operators) > _MOST_INTERSECTIONS:

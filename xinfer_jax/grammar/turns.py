@@ -61,7 +61,7 @@ class _Client:
 
 
 def quick_seconds(compiles: bool, masks: int) -> float:
-    """The CPU time that a quick job takes at most."""
+    """Returns the CPU time that a quick job takes at most."""
     return _QUICK_SECONDS[CHECK] if compiles else masks * _QUICK_SECONDS[MASKS]
 
 
@@ -98,7 +98,7 @@ class Turns:
         slot.condition.notify()
 
     def take(self, slot: Slot) -> Any:
-        """The job that a slot does next."""
+        """Returns the job that a slot does next."""
         cost = lambda job: self._used(job.client) + self._client(job.client).expected[job.name]  # noqa: E731
         job = min(slot.jobs, key=cost)
         slot.jobs.remove(job)

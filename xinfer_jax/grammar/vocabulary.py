@@ -43,8 +43,8 @@ class TokenSearch:
         self._places = np.split(places, np.cumsum(counts)[:-1])  # of each byte
 
     def containing(self, text: str) -> np.ndarray:
-        """int32: the ids of the tokens that contain a text, ascending. A token with several places has its id
-        several times.
+        """Returns int32: the ids of the tokens that contain a text, ascending. A token with several places
+        has its id several times.
         """
         data = text.encode()
         rarest = min(range(len(data)), key=lambda i: len(self._places[data[i]]))

@@ -94,7 +94,7 @@ def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
 
 
 def _record_routes(pages, experts, positions):
-    """`RoutePages` with the experts [B T, U] that layers used."""
+    """Returns `RoutePages` with the experts [B T, U] that layers used."""
     return pages.record(routes_used(experts, positions), positions.start_B, positions.num_tokens_B)
 
 
@@ -110,7 +110,7 @@ def _sample(logits_B1V, state, run_config, taken):
 
 
 def _record(alternatives, logits_B1V, taken_BV, token_B, state):
-    """`record_token` of a state without alternatives. taken_BV: None: the logits."""
+    """Returns `record_token` of a state without alternatives. taken_BV: None: the logits."""
     state = dataclasses.replace(state, alternatives=alternatives)
     logits_BV = logits_B1V[:, 0]
     taken_BV = logits_BV if taken_BV is None else taken_BV

@@ -84,8 +84,8 @@ class LayerwiseExecutor:
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
-        """Tokens of a row per forward pass. One width serves the whole prompt, so that few programs are
-        compiled, and padding is little.
+        """Returns tokens of a row per forward pass. One width serves the whole prompt, so that few programs
+        are compiled, and padding is little.
         """
         batch = next_power_of_two(rows)
         most = max(_MIN_CHUNK, _CHUNK // batch)
@@ -117,7 +117,7 @@ class LayerwiseExecutor:
         return ModelOutput(self.run(NORM, *without_model_layers(model), x_BTD), cache)
 
     def logits(self, model: RunnableModel, outputs: Any) -> jax.Array:
-        """float32 [B, 1, V]."""
+        """Returns float32 [B, 1, V]."""
         return self.run(HEAD, *without_model_layers(model), outputs)
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
@@ -256,7 +256,7 @@ def _goes_on(active_B: Any, watched_B: Any = None) -> bool:
 
 
 def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
-    """The inputs of `EMBED` for these tokens."""
+    """Returns the inputs of `EMBED` for these tokens."""
     return Inputs(tokens_BT, num_tokens_B), lengths
 
 

@@ -126,8 +126,8 @@ _precompiled: dict[Any, tuple[Precompiler, int]] = {}
 def precompile_once(
     params: Any, signature: Any, dry_run: Callable[[Precompiler], int]
 ) -> tuple[Precompiler, int]:
-    """`executor_choice.compile_ahead`. Nothing is compiled for committed parameters: output shardings are
-    known only by running.
+    """Runs `executor_choice.compile_ahead`. Nothing is compiled for committed parameters: output shardings
+    are known only by running.
     """
     signature = call_signature(signature)
     committed = (leaf.committed for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
@@ -155,15 +155,17 @@ def _compile(lowered: Any) -> None:
 
 
 def shape_struct(x: Any) -> Any:
-    """The shape and dtype of an array, and its sharding if it is committed. Other values stay as they are."""
+    """Returns the shape and dtype of an array, and its sharding if it is committed. Other values stay as they
+    are.
+    """
     if not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_committed_sharding(x))
 
 
 def call_signature(tree: Any) -> tuple:
-    """The structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by `==`, so
-    those that differ in EOS ids share their programs.
+    """Returns the structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by
+    `==`, so those that differ in EOS ids share their programs.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_config)
     return structure, *(
@@ -177,5 +179,5 @@ def _committed_sharding(x: Any) -> Any:
 
 
 def with_sharding(tree: Any, sharding: Any) -> Any:
-    """The shapes of the arrays of a tree, with this sharding."""
+    """Returns the shapes of the arrays of a tree, with this sharding."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -102,7 +102,7 @@ def attention(
 def blocked_attention(
     q_BTNH, kv: Contiguous, visible: VisibleKeys, sink_N, scoring: Scoring, static: bool, attend=None
 ):
-    """Attention in plain jnp.
+    """Computes attention in plain jnp.
 
     Args:
         visible: with `start_B`.
@@ -147,7 +147,7 @@ def query_block(
     row=None,
     decode_block=DECODE_BLOCK,
 ):
-    """Attention of one block of queries over all visible key blocks, [B, K, T, G, H].
+    """Computes attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
         row: of the cache, that the queries are of. None: of all rows.
@@ -180,8 +180,8 @@ def query_block(
 
 
 def _visible(block: Block, query_BT, window: int | None, first_BT=None):
-    """Bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the window and
-    its segment.
+    """Returns bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the
+    window and its segment.
     """
     key_B1S = block.position_BS[:, None]
     query_BT1 = query_BT[..., None]
@@ -192,7 +192,7 @@ def _visible(block: Block, query_BT, window: int | None, first_BT=None):
 
 
 def _add_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, scoring: Scoring) -> _Softmax:
-    """One step of the online softmax: earlier sums are rescaled to the new largest score."""
+    """Takes one step of the online softmax: earlier sums are rescaled to the new largest score."""
     scores = soft_cap(_product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * scoring.scale, scoring.soft_cap)
     scores = jnp.where(visible_BTS[:, None, :, None], scores, _MASKED)
     max_BKTG = jnp.maximum(softmax.max_BKTG, scores.max(-1))

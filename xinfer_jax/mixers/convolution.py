@@ -12,7 +12,7 @@ from jax import lax
 
 
 def by_group(x_BTD: jax.Array, width: int) -> jax.Array:
-    """[B, K, T, H]: channels in groups of this width."""
+    """Returns [B, K, T, H]: channels in groups of this width."""
     return jnp.swapaxes(x_BTD.reshape(*x_BTD.shape[:2], -1, width), 1, 2)
 
 
@@ -36,7 +36,7 @@ def convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.
 
 
 def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
-    """`count` slots of each row from slot first_B[b] on."""
+    """Returns `count` slots of each row from slot first_B[b] on."""
     return jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, count, 1))(x_BKSH, first_B)
 
 

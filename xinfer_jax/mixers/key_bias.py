@@ -52,7 +52,7 @@ class RotatedBias(NamedTuple):
 
 
 def rope_bias_fn(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> RotatedBias:
-    """The RoPE-rotated bias of keys at positions below the capacity."""
+    """Returns the RoPE-rotated bias of keys at positions below the capacity."""
 
     def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
         return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]

@@ -98,15 +98,15 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _read(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sᵀk and Sᵀq, [B, N, Y]."""
+    """Returns Sᵀk and Sᵀq, [B, N, Y]."""
     return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
 
 
 def recurrent_step(
     tokens: _Tokens, state_BNHY: jax.Array, read: Callable = _read
 ) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule` of one token: both reads are of the old state, which is then written once. read: computes
-    Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
+    """Runs `delta_rule` of one token: both reads are of the old state, which is then written once. read:
+    computes Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
     """
     q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens[:5])
     shrink_BN1 = jnp.exp(decay_BN)[..., None]
@@ -235,7 +235,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _gated_norm(out_BNTY: jax.Array, z_BTI: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
-    """[B, T, I]: the RMS norm of each head, times silu(z)."""
+    """Returns [B, T, I]: the RMS norm of each head, times silu(z)."""
     out_BTNY = jnp.swapaxes(out_BNTY, 1, 2).astype(z_BTI.dtype)
     normed = rms_norm(out_BTNY, layer["gated_norm"], config.rms_norm_eps).reshape(z_BTI.shape)
     gate = jax.nn.silu(z_BTI.astype(jnp.float32))

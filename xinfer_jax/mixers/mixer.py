@@ -61,7 +61,7 @@ class Mixer:
         before: Norm | None = None,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The output, [B, T, D], and the cache with the new tokens.
+        """Returns the output, [B, T, D], and the cache with the new tokens.
 
         Args:
             params: of the layer.
@@ -79,7 +79,7 @@ class Mixer:
         raise NotImplementedError
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
-        """Bytes of one row in `empty_cache`."""
+        """Returns the bytes of one row in `empty_cache`."""
         raise NotImplementedError
 
     def empty_pool(self, pages: int, dtype: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
@@ -109,7 +109,7 @@ class Mixer:
         return {}
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
-        """The operands of the kernels of a call, as their selectors take them, by the kernel's name.
+        """Returns the operands of the kernels of a call, as their selectors take them, by the kernel's name.
 
         Args:
             params: of the layer.

@@ -40,7 +40,7 @@ class Recurrent(StateCache):
     def empty(
         shapes: tuple[tuple[int, ...], ...], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "Recurrent":
-        """The state of rows without tokens: zeros. shapes: of `state_shapes`."""
+        """Returns the state of rows without tokens: zeros. shapes: of `state_shapes`."""
         arrays = [jnp.zeros((batch, *shape), np.float32) for shape in shapes]
         *inputs, state = shard_heads(arrays, mesh)
         return Recurrent(tuple(inputs), state, capacity)
@@ -104,7 +104,7 @@ class Recurrent(StateCache):
 
 
 def state_shapes(spec: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row's arrays, as `Recurrent.fits`. spec: a `GatedDeltaSpec`."""
+    """Returns the shapes of one row's arrays, as `Recurrent.fits`. spec: a `GatedDeltaSpec`."""
     W = spec.conv_kernel_dim - 1
     key = (spec.num_key_heads, W, spec.key_head_dim)
     N = spec.num_value_heads

@@ -30,8 +30,8 @@ def proportional_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, le
 
 
 def dynamic_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """theta * stretch ** (H / (H - 2)) in rows beyond the original length. The stretch outside the power is
-    more exact.
+    """Returns theta * stretch ** (H / (H - 2)) in rows beyond the original length. The stretch outside the
+    power is more exact.
     """
     width = 2 * len(inverse_P)
     stretch_B = rope.factor * jnp.maximum(length_B, original) / original - (rope.factor - 1)

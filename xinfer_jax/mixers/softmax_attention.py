@@ -122,7 +122,7 @@ class SoftmaxAttention(Mixer):
         return self.config.ropes.index(spec.rope or self.config.rope) if spec.uses_rope else None
 
     def angles(self, positions: Positions) -> Any:
-        """Cosine and sine of the rotary angles. None: it has no rotary embedding."""
+        """Returns cosine and sine of the rotary angles. None: it has no rotary embedding."""
         return None if self.rope_index is None else positions.angles[self.rope_index]
 
     def project(
@@ -153,13 +153,13 @@ class SoftmaxAttention(Mixer):
         return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
     def head_norms(self, params: Params) -> HeadNorms | None:
-        """The norms of each head of queries and keys. None: it has none."""
+        """Returns the norms of each head of queries and keys. None: it has none."""
         if self.spec.qk_norm != "head":
             return None
         return norm_before(params, "q_norm", self.config), norm_before(params, "k_norm", self.config)
 
     def scale_queries(self, q_BTNH: jax.Array, position_BT: jax.Array) -> jax.Array:
-        """Queries with `AttentionSpec.query_scaling`."""
+        """Returns queries with `AttentionSpec.query_scaling`."""
         if not self.spec.query_scaling:
             return q_BTNH
         beta, length = self.spec.query_scaling

@@ -57,7 +57,7 @@ class StateCache(LayerCache):
             )
 
     def updated(self, new: Self, num_tokens_B: jax.Array) -> Self:
-        """The new cache, in which rows without tokens are as they were."""
+        """Returns the new cache, in which rows without tokens are as they were."""
         has_tokens_B = num_tokens_B > 0
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -170,7 +170,7 @@ def apply_model(
     extras: Extras,
     run_config: RunConfig,
 ) -> "ModelOutput[Any]":
-    """`run_model` of these inputs and extras."""
+    """Runs `run_model` of these inputs and extras."""
     check_params(params, config, stacked=cache is None)
     check_tokens(config, *inputs[:3], cache)
     check_impl(run_config.impl)
@@ -245,7 +245,7 @@ def embed_inputs(
 
 
 def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> tuple[jax.Array, ...]:
-    """[B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
+    """Returns [B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
     P = config.hidden_size_per_layer_input
     shape = *tokens_BT.shape, config.num_hidden_layers, P
     of_token_BTLP = embed_ids(params, config, tokens_BT, "layer_embed", math.sqrt(P)).reshape(shape)
@@ -256,7 +256,7 @@ def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> 
 
 
 def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """The final norm of the output of the last layer, [..., D], as `head_logits` takes it."""
+    """Returns the final norm of the output of the last layer, [..., D], as `head_logits` takes it."""
     return norm(x, params, "final_norm", config)
 
 
@@ -281,13 +281,13 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 
 
 def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """`unembed`, of arguments that need no check."""
+    """Runs `unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
     return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
 def checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
-    """The hidden states [..., D]. Raises InputError if they are none."""
+    """Returns the hidden states [..., D]. Raises InputError if they are none."""
     if not isinstance(hidden, AnyArray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
@@ -301,7 +301,7 @@ def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
+    """Returns hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
     return hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
 
 

@@ -42,18 +42,18 @@ class LayerGroup(NamedTuple):
     caches: tuple[tuple[int, ...], ...]  # of each layer: the caches that its mixers use, as indices
 
     def part(self, layers: slice) -> "LayerGroup":
-        """Some of the layers."""
+        """Returns some of the layers."""
         return self._replace(kinds=self.kinds[layers], caches=self.caches[layers])
 
 
 @functools.lru_cache(maxsize=64)
 def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
-    """The kind of each layer: the first one with its spec."""
+    """Returns the kind of each layer: the first one with its spec."""
     return tuple(map(config.layers.index, config.layers))
 
 
 def all_layers(config: ModelConfig) -> LayerGroup:
-    """The layers of a model."""
+    """Returns the layers of a model."""
     return LayerGroup(config, layer_kinds(config), config.caches_of_layers)
 
 
@@ -130,7 +130,7 @@ _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "run_confi
 
 
 def layer_runner(run_config: RunConfig) -> Callable[..., LayersOutput]:
-    """`run_layer`, of which the backward pass stores what `RunConfig.remat` says."""
+    """Returns `run_layer`, of which the backward pass stores what `RunConfig.remat` says."""
     remat = run_config.remat
     if remat is None:
         return _JITTED_LAYER

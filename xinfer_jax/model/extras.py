@@ -23,7 +23,9 @@ class Extras(NamedTuple):
     taps: Any = None  # `taps.Taps`: by layer, what is done with the residual stream after it
 
     def adapted(self, params: Params) -> Params:
-        """The parameters with the rows' adapters. The tree may be a part of the model's, with its layers."""
+        """Returns the parameters with the rows' adapters. The tree may be a part of the model's, with its
+        layers.
+        """
         if not self.adapters:
             return params
         from ..weights.adapted_weight import with_row_adapters  # optional: adapters
@@ -36,7 +38,7 @@ class Extras(NamedTuple):
         return self._replace(adapters=adapters, vectors=self.vectors[layers])
 
     def steered(self, x_BTD: jax.Array, layer: int) -> jax.Array:
-        """The hidden states after a layer, with the rows' vectors."""
+        """Returns the hidden states after a layer, with the rows' vectors."""
         if not self.vectors:
             return x_BTD
         factor_BN: Any = self.factor_BN

@@ -14,7 +14,7 @@ from ..mixers.mixer import Positions
 
 
 def routes_shape(config: ModelConfig) -> tuple[int, int]:
-    """[L, U] of a token's routes. Raises InputError if the model has no mixture."""
+    """Returns [L, U] of a token's routes. Raises InputError if the model has no mixture."""
     mixtures = sum(layer.experts is not None for layer in config.layers)
     if not mixtures:
         raise InputError(
@@ -31,7 +31,7 @@ def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array
 
 
 def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """`LayerInputs.route_BTU` of the host, for which nothing is compiled."""
+    """Returns `LayerInputs.route_BTU` of the host, for which nothing is compiled."""
     free_BTU = np.full((*tokens_shape, config.num_experts_per_tok), -1, np.int32)
     return tuple(free_BTU if layer.experts else None for layer in config.layers)
 

@@ -22,7 +22,7 @@ def run_stacked_layers(
     caches: tuple[None, ...],
     run_config: RunConfig,
 ) -> LayersOutput:
-    """`run_layers` of layers that are stacked, without a cache."""
+    """Runs `run_layers` of layers that are stacked, without a cache."""
     config = group.config
     if config.shares_kv:
         raise InputError("layers that use another layer's keys cannot be stacked: give unstack_layers' tree")

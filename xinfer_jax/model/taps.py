@@ -61,7 +61,7 @@ class Tap:
 
 
 def add_vector(hidden_BTD: jax.Array, args: Any) -> jax.Array:
-    """`Tap.steer`, in the precision in which an engine adds its vectors."""
+    """Returns `Tap.steer`, in the precision in which an engine adds its vectors."""
     vector_D, factor = args
     if (D := hidden_BTD.shape[-1]) != len(vector_D):
         raise InputError(f"the vector of Tap.steer has {len(vector_D)} numbers, and the model's states {D}")
@@ -134,7 +134,7 @@ class TappedLayers:
 
 
 def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
-    """The layer, and "layer" or "attention", after which a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", after which a key's tap stands."""
     layer, after = key if isinstance(key, tuple) and len(key) == 2 else (key, "layer")
     least = -1 if after == "layer" else 0
     most = config.num_hidden_layers - 1
@@ -145,8 +145,8 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
 
 
 def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """The taps by pairs in a dict. Raises InputError if they are no `Tap`s, or one reads: `function` does not
-    return what it reads.
+    """Returns the taps by pairs in a dict. Raises InputError if they are no `Tap`s, or one reads: `function`
+    does not return what it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):
@@ -155,7 +155,7 @@ def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tupl
 
 
 def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """`check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
+    """Runs `check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
     checked = check_none_reads(taps, config, function)
     try:
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)

@@ -90,7 +90,7 @@ def with_plain_derivative(call: Call, chosen: str, kernel: Callable) -> Callable
 
 
 def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
-    """`kernels_pallas.select`, which raises InputError."""
+    """Runs `kernels_pallas.select`, which raises InputError."""
     try:
         return kernels_pallas.select(kernel, impl, *args, obstacle=obstacle)
     except ValueError as error:

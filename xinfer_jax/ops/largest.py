@@ -18,7 +18,7 @@ def argmax(logits_BV: jax.Array, run_config: RunConfig = DEFAULT) -> jax.Array:
 
 
 def plain_argmax(logits_BV: jax.Array) -> jax.Array:
-    """`argmax` in plain jnp."""
+    """Runs `argmax` in plain jnp."""
     return jnp.argmax(logits_BV, -1).astype(jnp.int32)
 
 

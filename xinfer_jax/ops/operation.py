@@ -84,7 +84,9 @@ def by_position(function: Callable, names: Iterable[str]) -> Callable:
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
-    """The tree of arrays that `what` has made: reverse mode raises InputError there, forward mode passes."""
+    """Returns the tree of arrays that `what` has made: reverse mode raises InputError there, forward mode
+    passes.
+    """
 
     def mark(x: Any) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -113,8 +115,8 @@ def check_impl(impl: str | None) -> None:
 
 
 def over_any_mesh(function: F) -> F:
-    """The function of parameters, config, an array with rows in front, and others, which also takes arrays
-    over a mesh with Explicit axes. It runs in jax's default modes.
+    """Returns the function of parameters, config, an array with rows in front, and others, which also takes
+    arrays over a mesh with Explicit axes. It runs in jax's default modes.
     """
 
     @functools.wraps(function)
@@ -127,8 +129,8 @@ def over_any_mesh(function: F) -> F:
 
 
 def without_mesh_context(function: F) -> F:
-    """The function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit axes, and
-    in jax's default modes.
+    """Returns the function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit
+    axes, and in jax's default modes.
     """
 
     @functools.wraps(function)
@@ -141,8 +143,8 @@ def without_mesh_context(function: F) -> F:
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
-    Constants are not marked by themselves.
+    """Returns the tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input
+    varies. Constants are not marked by themselves.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
 

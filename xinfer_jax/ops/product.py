@@ -26,8 +26,8 @@ def dot(x: jax.Array, matrix: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.f
 
 
 def float_precision(dtype: Any = jnp.float32) -> lax.Precision | None:
-    """The precision of a product by the dtype of an operand. No backend rounds float32 to TF32 or bfloat16,
-    unless the caller chose another precision by `jax.default_matmul_precision`.
+    """Returns the precision of a product by the dtype of an operand. No backend rounds float32 to TF32 or
+    bfloat16, unless the caller chose another precision by `jax.default_matmul_precision`.
     """
     settings: Any = jax.config
     is_chosen = settings.jax_default_matmul_precision is not None

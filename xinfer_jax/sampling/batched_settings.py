@@ -102,13 +102,13 @@ def is_default(setting: Setting, value_B: Any) -> bool:
 
 
 def _per_row(value: Any, batch: int) -> Any:
-    """A setting of each row, [B]."""
+    """Returns a setting of each row, [B]."""
     xp: Any = array_module(batch) if isinstance(value, np.ndarray) else jnp
     return xp.broadcast_to(value, (batch,))
 
 
 def _setting_of_rows(setting: Setting, rows: Sequence[SamplingConfig], batch: int) -> Any:
-    """One setting of each row, or of all rows: [B], [1] or a number."""
+    """Returns one setting of each row, or of all rows: [B], [1] or a number."""
     values = [getattr(row, setting.name) for row in rows]
     values = [setting.default if value is None else value for value in values]
     # Numbers stay on the host: no program is compiled for them.

@@ -137,7 +137,7 @@ def listed_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int)
 
 
 def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
-    """The bias of one setting, [1 or rows, V]."""
+    """Returns the bias of one setting, [1 or rows, V]."""
     bias_BV = np.zeros((1, V), np.float32)
     if isinstance(logit_bias, Mapping):
         bias_BV = _bias_of_ids(logit_bias, V)
@@ -161,7 +161,7 @@ def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> A
 
 
 def _bias_of_ids(logit_bias: Mapping, V: int) -> Any:
-    """The bias of {id: number}, [1, V]."""
+    """Returns the bias of {id: number}, [1, V]."""
     ids = check_token_ids("logit_bias", list(logit_bias), V)
     if is_traced(logit_bias):
         return jnp.zeros((1, V)).at[0, np.array(ids)].set(jnp.asarray(list(logit_bias.values()), jnp.float32))
@@ -174,7 +174,7 @@ def _bias_of_ids(logit_bias: Mapping, V: int) -> Any:
 
 
 def _bias_of_vocab(logit_bias: Any, rows: int, V: int) -> Any:
-    """The bias of an array with a number for each token, [1 or rows, V]."""
+    """Returns the bias of an array with a number for each token, [1 or rows, V]."""
     array: Any = jnp.asarray(logit_bias, jnp.float32) if is_traced(logit_bias) else number_array(logit_bias)
     if array is None or array.shape not in ((V,), (1, V), (rows, V)):
         kind = format_value(logit_bias) if array is None else f"numbers of the shape {list(array.shape)}"

@@ -223,7 +223,7 @@ class Callers:
         return dataclasses.replace(self, states=states)
 
     def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext, broken_B: Any) -> tuple:
-        """The logits, and as `process` whose are broken."""
+        """Returns the logits, and as `process` whose are broken."""
         for i, (processor, state) in enumerate(zip(self.processors, self.states, strict=True)):
             if processor.last != last:
                 continue
@@ -264,7 +264,7 @@ class Callers:
 
 
 def _where_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The new array for these rows, the old one for others."""
+    """Returns the new array for these rows, the old one for others."""
     return jnp.where(rows_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
@@ -297,8 +297,8 @@ def check_pair(pair: Any) -> None:
 def guarded(
     program: Callable, callers: Callers | None, stop: Callable | None = None, taps: Any = None
 ) -> Callable:
-    """A program with these functions of a caller: InputError takes the place of JAX's error for a traced
-    value that one of them keeps.
+    """Returns a program with these functions of a caller: InputError takes the place of JAX's error for a
+    traced value that one of them keeps.
     """
 
     def call(*args: Any) -> Any:
@@ -315,8 +315,8 @@ def guarded(
 
 
 def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any, run: Callable) -> Any:
-    """The `DecodeState` of rows that continue these prompts, with the callers of the prompts. run: runs a
-    program.
+    """Returns the `DecodeState` of rows that continue these prompts, with the callers of the prompts. run:
+    runs a program.
     """
     of_rows = jax.tree.map(lambda x: x[prompt_R], callers)
     callers = run(_START, of_rows, state.context, state.key_B)
@@ -327,7 +327,7 @@ _START = jax.jit(Callers.start)
 
 
 def _of_rows(arguments: Any, rows: int) -> Any:
-    """The arguments as arrays with rows in front."""
+    """Returns the arguments as arrays with rows in front."""
     if isinstance(arguments, list) and all(isinstance(x, int | float | np.number) for x in arguments):
         what = "processors: arguments of the rows must be an array, as np.array makes of a list"
         raise InputError(f"{what}, got {format_value(arguments)}")

@@ -107,7 +107,7 @@ def init_context(
 
 
 def _biased_rows(bias_BV: Any) -> Any:
-    """bool [B]: which rows have a bias."""
+    """Returns bool [B]: which rows have a bias."""
     if not isinstance(bias_BV, np.ndarray):
         return jnp.any(bias_BV != 0, -1)
     if bias_BV.strides[0] == 0:  # one row for all

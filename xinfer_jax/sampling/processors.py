@@ -73,7 +73,7 @@ def typical_p(logits_BV: jax.Array, p_B: jax.Array, min_tokens_to_keep: int = 1)
 
 
 def _count(k_B: jax.Array) -> jax.Array:
-    """top-k as the number of tokens that are kept: 0 (off) keeps all."""
+    """Returns top-k as the number of tokens that are kept: 0 (off) keeps all."""
     return jnp.where(k_B > 0, k_B, jnp.inf)
 
 

@@ -105,12 +105,12 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-    """float32 [B]: the log-probability of each row's token."""
+    """Returns float32 [B]: the log-probability of each row's token."""
     return at_token(logits_BV, token_B) - run("logsumexp", logsumexp, logits_BV=logits_BV)
 
 
 def logsumexp(logits_BV: jax.Array) -> jax.Array:
-    """float32 [B]."""
+    """Returns float32 [B]."""
     return jax.nn.logsumexp(logits_BV, axis=-1)
 
 
@@ -121,12 +121,12 @@ def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
 
 
 def top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
+    """Returns the largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
     return largest_k(processed_BV, min(NUM_CANDIDATES, processed_BV.shape[1]))
 
 
 def sample_rows(processed_BV, key_B, sampling_B, position_B):
-    """A token of each row, and the logits that it was sampled from.
+    """Returns a token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
     whole vocabulary. The path depends only on the row, so other rows cannot change its bits.
@@ -204,7 +204,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SettingsOfRows, context: Co
 
 
 def skippable_processors(sampling_B: SettingsOfRows, context: Context) -> Skippable:
-    """The processors of `process_logits` that are not always applied, and which rows use each."""
+    """Returns the processors of `process_logits` that are not always applied, and which rows use each."""
     found: Skippable = []
     if has_all_settings(sampling_B):
         from .other_processors import other_processors  # optional: other settings

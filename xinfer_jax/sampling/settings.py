@@ -148,7 +148,9 @@ class _UnsetInteger(int):
 
 
 def unset(name: str) -> Any:
-    """The value of a setting that is not set: None, or a number that `is_unset` tells from a given one."""
+    """Returns the value of a setting that is not set: None, or a number that `is_unset` tells from a given
+    one.
+    """
     setting = SETTINGS[name]
     if setting.kind not in DTYPES:
         return None

@@ -16,7 +16,7 @@ from ..errors import InputError
 
 
 def pack_support(logits_BV: jax.Array) -> jax.Array:
-    """uint32 [B, ceil(V/32)]: the ids whose logits are above -inf."""
+    """Returns uint32 [B, ceil(V/32)]: the ids whose logits are above -inf."""
     B, V = logits_BV.shape
     bits_BV = jnp.pad(logits_BV > -jnp.inf, ((0, 0), (0, -V % 32))).astype(jnp.uint32)
     return jnp.sum(bits_BV.reshape(B, -1, 32) << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)

@@ -14,7 +14,7 @@ from .settings import SETTINGS, Setting
 
 
 def used_settings(sampling_B: SamplingConfig, asked: Callable[[Setting], bool]) -> list[str]:
-    """The names of those settings that are asked for and that a row uses, as far as the host knows.
+    """Returns the names of those settings that are asked for and that a row uses, as far as the host knows.
     sampling_B: from `settings_per_row`.
     """
     values = ((setting, getattr(sampling_B, setting.name)) for setting in SETTINGS.values() if asked(setting))

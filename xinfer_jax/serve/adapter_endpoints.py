@@ -67,7 +67,7 @@ class AdapterEndpoints:
         return f"adapter {format_value(name)} is removed"
 
     def _path(self, given: Any) -> Path:
-        """A directory below --adapter_dir, as all its files are once links are resolved."""
+        """Returns a directory below --adapter_dir, as all its files are once links are resolved."""
         root = self._service.settings.adapter_dir
         if root is None:
             raise APIError(404, "adapters are not loaded here: the server needs --adapter_dir")

@@ -110,15 +110,15 @@ class Reservation:
 
 
 def count_answers(parsed: ParsedBody) -> int:
-    """The number of answers that the engine makes for a body."""
+    """Returns the number of answers that the engine makes for a body."""
     return len(parsed.prompts) * max(parsed.options.n, parsed.options.best_of or 0)
 
 
 def count_tokens(parsed: ParsedBody) -> int:
-    """The number of tokens to reserve for a body: its prompts, once for each time the response repeats them,
-    and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as each takes
-    about 100 bytes. If the response has the experts of each token, each 100 bytes of them count as one more
-    token.
+    """Returns the number of tokens to reserve for a body: its prompts, once for each time the response
+    repeats them, and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as
+    each takes about 100 bytes. If the response has the experts of each token, each 100 bytes of them count as
+    one more token.
     """
     top = parsed.logprobs or 0
     prompt_tokens = sum(map(len, parsed.prompts))

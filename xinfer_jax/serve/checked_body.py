@@ -78,6 +78,6 @@ def _parse(
 
 
 def _derive_seed(server_seed: int, number: int) -> int:
-    """The seed of a request without one: 53 bits, which a JSON number holds in every client."""
+    """Returns the seed of a request without one: 53 bits, which a JSON number holds in every client."""
     digest = hashlib.sha256(f"{server_seed}:{number}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 11

@@ -90,7 +90,7 @@ class ChoiceStream:
         return None if is_empty else choice, more
 
     def _next_entries(self, echo: list[Any], over: bool) -> tuple[list[Any], bool]:
-        """The next entries with log-probabilities, and whether no more are known."""
+        """Returns the next entries with log-probabilities, and whether no more are known."""
         if self._parsed.logprobs is None:
             return [], True
         of_answer = self.answer.alternatives if self._parsed.max_tokens else []
@@ -123,7 +123,7 @@ class ChoiceStream:
 
 
 def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
-    """The fields of a chunk's delta: those that are not empty."""
+    """Returns the fields of a chunk's delta: those that are not empty."""
     fields: dict[str, Any] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
     if delta.content:
         fields["content"] = delta.content

@@ -203,7 +203,9 @@ main = command_main(PARSER, _run)
 
 
 def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | None:
-    """A socket at the address of a flag, and the secret of its connections. None: the flag is not given."""
+    """Returns a socket at the address of a flag, and the secret of its connections. None: the flag is not
+    given.
+    """
     if not (address := flags[name].value):
         return None
     (host, port) = parse_host_port(f"--{name}", address)
@@ -383,7 +385,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connection_limits(flags: Any) -> tuple[int, int]:
-    """The limits of open connections: in all, and of one address."""
+    """Returns the limits of open connections: in all, and of one address."""
     files = _raise_file_limit(max(2 * _MAX_CONNECTIONS, _RESERVED_FILES + (flags.max_connections or 0)))
     most = flags.max_connections or max(1, min(_MAX_CONNECTIONS, files // 2))
     if flags.max_connections and most > files - _RESERVED_FILES:
@@ -417,7 +419,7 @@ def _raise_file_limit(wanted: int) -> int:
 def _read_keys(
     path: str | None, flag: str = "api_key_file", variable: str | None = _KEY_VARIABLE
 ) -> tuple[bytes, ...]:
-    """The keys of a flag's file, or of an environment variable: one a line."""
+    """Returns the keys of a flag's file, or of an environment variable: one a line."""
     text = os.environ.get(variable, "") if variable else ""
     source = f"${variable}"
     if path:

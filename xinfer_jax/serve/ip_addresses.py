@@ -39,7 +39,9 @@ def is_within(host: str, trusted: Networks) -> bool:
 
 
 def address_group(host: str) -> str:
-    """The name under which an address is counted: of IPv6 its /64, which one host often has as a whole."""
+    """Returns the name under which an address is counted: of IPv6 its /64, which one host often has as a
+    whole.
+    """
     try:
         address = _peer_address(host)
     except ValueError:
@@ -48,8 +50,8 @@ def address_group(host: str) -> str:
 
 
 def forwarded_client(peer: str, headers: Sequence[str], trusted: Networks) -> str:
-    """The client behind a trusted proxy: the right-most address in `X-Forwarded-For` that is no such proxy,
-    or the peer. The client itself may have written whatever is to the left of it.
+    """Returns the client behind a trusted proxy: the right-most address in `X-Forwarded-For` that is no such
+    proxy, or the peer. The client itself may have written whatever is to the left of it.
     """
     client = peer
     for text in reversed(",".join(headers).split(",") if headers else []):

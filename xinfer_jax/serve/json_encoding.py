@@ -31,7 +31,7 @@ def list_to_json(values: Sequence[Any]) -> bytes:
 
 
 def join_json(parts: Iterable[bytes]) -> bytes:
-    """A JSON list of parts, each one or several values that are JSON already."""
+    """Returns a JSON list of parts, each one or several values that are JSON already."""
     return b"[%s]" % b",".join(parts)
 
 

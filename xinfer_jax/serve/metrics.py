@@ -81,5 +81,5 @@ class Metrics:
             self._tpot.observe((times["ended"] - times["first"]) / (tokens[0] - 1))
 
     def text(self) -> bytes:
-        """All metrics, in Prometheus's text format."""
+        """Returns all metrics, in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -95,7 +95,7 @@ class ResponsesAnswer:
         yield of_response(changed["status"], **changed)
 
     def whole(self, out: GenerateOutput, chat_usage: Mapping[str, Any]) -> bytes:
-        """The JSON of a whole response.
+        """Returns the JSON of a whole response.
 
         Args:
             out: the answer of the engine.

@@ -125,5 +125,5 @@ class RolloutEndpoints:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a checkpoint may be read from, in folders too."""
+    """Returns the files that a checkpoint may be read from, in folders too."""
     return [*path.rglob("*")]

@@ -115,7 +115,7 @@ class Service:
             self.grammars.close()
 
     def unavailable_reason(self) -> str:
-        """Why no request can be answered now. "": requests can be answered."""
+        """Returns the reason why no request can be answered now. "": requests can be answered."""
         if self.load_error or self.engine is None:
             return self.load_error or "the model is being loaded: try again later"
         if self.closing:
@@ -213,7 +213,7 @@ class Service:
         served.set_submitted(parsed, requests)
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
-        """The JSON object of a body. Empties `data`, so that the bytes are freed."""
+        """Returns the JSON object of a body. Empties `data`, so that the bytes are freed."""
         assert self.engine is not None
         body = load_json_body(data[0], self.engine.usable_capacity, self.settings.max_body_bytes, list_name)
         data.clear()
@@ -222,7 +222,7 @@ class Service:
     def _format(
         self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any], answer: ResponsesAnswer | None
     ) -> bytes:
-        """The body of the response. Runs in a thread."""
+        """Returns the body of the response. Runs in a thread."""
         requests = served.requests
         for request in requests:
             for one in request.answers:
@@ -254,11 +254,11 @@ class Service:
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
     def check_model(self, body: dict[str, Any]) -> str | None:
-        """The adapter that the body names as its model. None: it names the model, or nothing."""
+        """Returns the adapter that the body names as its model. None: it names the model, or nothing."""
         return self.check_model_name(body.get("model") or self.settings.name)
 
     def check_model_name(self, name: Any) -> str | None:
-        """The adapter of this name. None: it is the model's. Raises APIError if nothing has it."""
+        """Returns the adapter of this name. None: it is the model's. Raises APIError if nothing has it."""
         settings = self.settings
         if name in (settings.name, settings.model):
             return None

@@ -54,15 +54,15 @@ class TextEndpoints:
         self._service = service
 
     async def tokenize(self, request: HTTPRequest) -> Response:
-        """The token ids of a text, or of messages."""
+        """Returns the token ids of a text, or of messages."""
         return await self._respond(request, partial(self._run, self._tokenize))
 
     async def detokenize(self, request: HTTPRequest) -> Response:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         return await self._respond(request, partial(self._run, self._detokenize))
 
     async def embeddings(self, request: HTTPRequest) -> Response:
-        """A vector for each text."""
+        """Returns a vector for each text."""
         self._check_one_process("/v1/embeddings")
         return await self._respond(request, self._embed)
 
@@ -110,7 +110,7 @@ class TextEndpoints:
         return response
 
     def _body(self, data: list[bytes], list_name: str | None) -> dict[str, Any]:
-        """The fields of a body that are not null."""
+        """Returns the fields of a body that are not null."""
         body = self._service.load_body(data, list_name)
         if self._service.check_model(body) and list_name is not None:
             raise BodyError("model", "vectors and ranks are those of the model without an adapter: name that")

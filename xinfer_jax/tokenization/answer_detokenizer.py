@@ -57,7 +57,9 @@ class AnswerDetokenizer:
         self.ended = False
 
     def push(self, token: int | None) -> str:
-        """The text that this id completes. Text that may be the start of a stop string is returned later."""
+        """Returns the text that this id completes. Text that may be the start of a stop string is returned
+        later.
+        """
         if token is None or self.ended or token in self._end_ids:
             return ""
         text = self._until_stop(self._detokenizer.push(token), False)
@@ -65,7 +67,7 @@ class AnswerDetokenizer:
         return text.translate(self._spellings)
 
     def finish(self) -> str:
-        """The remaining text, once no more ids come."""
+        """Returns the remaining text, once no more ids come."""
         if self.ended:
             return ""
         text = self._until_stop(self._detokenizer.finish(), True)
@@ -102,7 +104,7 @@ class AnswerDetokenizer:
 
 
 def find_stop(stops: Sequence[str], text: str, least_end: int) -> tuple[int, int] | None:
-    """Start and end of the first stop string, then the shortest, that ends after `least_end`."""
+    """Returns start and end of the first stop string, then the shortest, that ends after `least_end`."""
     starts = ((text.find(stop, max(0, least_end + 1 - len(stop))), stop) for stop in stops)
     return min(((start, start + len(stop)) for start, stop in starts if start >= 0), default=None)
 

@@ -95,7 +95,7 @@ def prompt_ids(
 
 
 def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any]]:
-    """The tools, copied. InputError: they have another form, or the chat template ignores them."""
+    """Returns the tools, copied. InputError: they have another form, or the chat template ignores them."""
     checked = check_tools(tools)
     if not tokenizer.template_tools.used:
         raise InputError("the chat template of this model ignores tools: leave them out")

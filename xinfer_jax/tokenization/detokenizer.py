@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The text of the pending ids, once no more ids come."""
+        """Returns the text of the pending ids, once no more ids come."""
         return self._decode_after(self._context, self._pending)
 
     def _decode_after(self, context: list[int], ids: list[int]) -> str:

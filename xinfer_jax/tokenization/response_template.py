@@ -188,7 +188,7 @@ def _overlap(one: Ranges, other: Ranges) -> bool:
 
 
 def _partial(tree: Tree) -> str:
-    """A regular expression of the ends of a text with which a text of the tree may begin."""
+    """Returns a regular expression of the ends of a text with which a text of the tree may begin."""
     kind = tree[0] if tree else ""
     if kind == "or":
         return f"(?:{'|'.join(map(_partial, tree[1]))})"

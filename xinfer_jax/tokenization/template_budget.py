@@ -69,7 +69,7 @@ def _size(value: Any, most: float = float("inf"), depth: int = _MAX_DEPTH) -> in
 
 
 def limit_error(what: str) -> jinja2.TemplateError:
-    """The error for an operation that is not allowed."""
+    """Returns the error for an operation that is not allowed."""
     return jinja2.TemplateError(f"{what} is more than a conversation needs")
 
 

@@ -34,7 +34,7 @@ def read_chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | Non
 
 
 def _declared_templates(file: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The templates of a JSON file by name: one text, an object, or a list of names and templates."""
+    """Returns the templates of a JSON file by name: one text, an object, or a list of names and templates."""
     value = settings.get("chat_template")
     if value is None:
         return {}

@@ -71,7 +71,7 @@ class TemplateSplitter:
         return "content" in self._begun or not (self.found or self.calls)
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """The new reasoning, the new content, and the new calls. ended: this is the last part."""
+        """Returns the new reasoning, the new content, and the new calls. ended: this is the last part."""
         self._texts = dict(reasoning=[], content=[])
         self._deltas = []
         text = self._pending + text
@@ -164,7 +164,7 @@ class TemplateSplitter:
         self._in_text = False
 
     def _calls_of(self, field: TemplateField) -> list[tuple[str, str]]:
-        """Names and arguments' JSON of the calls in the body."""
+        """Returns the names and arguments' JSON of the calls in the body."""
         value = PARSERS[field.content](self._body, field.arguments)
         if field.transform is not None and field.transforms_each:
             value = [transformed(field.transform, self._captures | one) for one in value]

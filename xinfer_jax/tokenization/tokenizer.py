@@ -334,7 +334,7 @@ def _add_declared_tokens(
 
 
 def _tokens_of_file(path: Path, special: Collection[str]) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of added_tokens.json, which earlier versions of transformers wrote, by id."""
+    """Returns the tokens of added_tokens.json, which earlier versions of transformers wrote, by id."""
     found = read_json(path / "added_tokens.json") or {}
     return {
         i: tokenizers.AddedToken(text, special=text in special, normalized=text not in special)
@@ -362,7 +362,7 @@ def _response_template(settings: dict[str, Any]) -> ResponseTemplate | None:
 def eos_ids(
     generation: dict, config: dict, backend: tokenizers.Tokenizer | None = None, eos_token: str = ""
 ) -> list[int]:
-    """The ids that end an answer: from generation_config.json, else config.json, else the tokenizer's
+    """Returns the ids that end an answer: from generation_config.json, else config.json, else the tokenizer's
     eos_token, and Qwen's and Harmony's two stop tokens wherever the vocabulary has them. Without a tokenizer,
     only from the two files.
     """

@@ -179,7 +179,7 @@ def _say(sentence: str) -> None:
 
 
 def tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """The name of transformers' class, without "Fast" at its end.
+    """Returns the name of transformers' class, without "Fast" at its end.
 
     is_byte_level: tokenizer.json has steps for bytes.
     """

@@ -61,7 +61,7 @@ def check_token_count(count: int) -> None:
 
 
 def step_settings(*components: Any) -> list[dict[str, Any]]:
-    """The settings of each step of a tokenizer's components, also of sequences in sequences."""
+    """Returns the settings of each step of a tokenizer's components, also of sequences in sequences."""
     waiting = [json.loads(component.__getstate__()) for component in components if component is not None]
     found = []
     while waiting:

@@ -107,7 +107,7 @@ def unquoted_string(where: str, schema: Mapping[str, Any], no_end: str) -> str:
 
 
 def _searched(where: str, pattern: Any) -> str:
-    """A regular expression of the texts in which a pattern is found."""
+    """Returns a regular expression of the texts in which a pattern is found."""
     if not isinstance(pattern, str):
         raise InputError(f"{where}: pattern must be a regular expression, got {format_value(pattern)}")
     before = "" if pattern.startswith("^") else "(?s:.*)"

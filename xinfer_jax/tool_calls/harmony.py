@@ -54,14 +54,16 @@ def begins_in_harmony(text: str, ended: bool) -> bool | None:
 
 
 def header_fields(header: str) -> tuple[str, str | None]:
-    """The channel of a message, "" if it has none, and the function that it is to. None: to no function."""
+    """Returns the channel of a message, "" if it has none, and the function that it is to. None: to no
+    function.
+    """
     channel = _CHANNEL_NAME.search(header)
     name = _RECIPIENT.search(header)
     return channel[1] if channel else "", name[1] if name else None
 
 
 def last_header(text: str) -> tuple[str, str | None] | None:
-    """`header_fields` of the header that a text ends with. None: it ends within a message."""
+    """Returns `header_fields` of the header that a text ends with. None: it ends within a message."""
     text = text.removesuffix(MESSAGE)
     start = 1 + max(map(text.rfind, (START, MESSAGE, END, CALL, RETURN)))
     if text[start - 1 : start] == MESSAGE:  # of a message that <|channel|> ends
@@ -70,7 +72,7 @@ def last_header(text: str) -> tuple[str, str | None] | None:
 
 
 def with_marks(stops: Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as they are, and with characters for the control tokens that they spell."""
+    """Returns stop strings as they are, and with characters for the control tokens that they spell."""
     marked = map(_with_characters, stops)
     return tuple(dict.fromkeys((*stops, *marked)))
 
@@ -86,7 +88,7 @@ class SpelledControlTokens:
         self._pending = ""
 
     def push(self, text: str, ended: bool) -> str:
-        """The text that is known. ended: this is the last part."""
+        """Returns the text that is known. ended: this is the last part."""
         text = self._pending + text
         cut = len(text) if ended else len(text) - length_of_partial_mark(text, CONTROL_TOKENS)
         self._pending = text[cut:]
@@ -134,7 +136,9 @@ class HarmonyParser:
         return self._kind == "content"
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new reasoning, the new content, and what is new of each call. ended: this is the last
+        part.
+        """
         self._reasoning = []
         self._content = []
         self._deltas = []
@@ -225,7 +229,7 @@ class HarmonySplitter:
         self._parser = HarmonyParser(ToolCallParser([HARMONY], None, None, str), None, header)
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """The new parts, each with whether it is content."""
+        """Returns the new parts, each with whether it is content."""
         parts = []
         for part in _MARK_OR_TEXT.findall(text):
             parts.append((part, self._parser.in_content))

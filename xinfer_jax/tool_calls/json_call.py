@@ -117,7 +117,7 @@ class JSONCallParser(CallParser):
         return arguments
 
     def _further_arguments(self, objects: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-        """The parameters of the function that stand next to its name, as fields of the call."""
+        """Returns the parameters of the function that stand next to its name, as fields of the call."""
         has_arguments = any(key in one for one in objects for key in _ARGUMENTS)
         own = _OWN if has_arguments else _OWN - {"id"}
         fields = {key: value for one in objects for key, value in one.items() if key not in own}

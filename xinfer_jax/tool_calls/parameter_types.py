@@ -23,7 +23,7 @@ class Functions:
         return self.schemas is None or name in self.schemas
 
     def parameters(self, name: str) -> "Parameters":
-        """The parameters of one of the functions."""
+        """Returns the parameters of one of the functions."""
         if self.schemas is None:
             return Parameters({})
         if name not in self._parameters:
@@ -49,14 +49,14 @@ class Parameters:
         return found if of_properties else None
 
     def types(self, name: str) -> set[str] | None:
-        """The names of the JSON types that a parameter may have. None: its schema does not say."""
+        """Returns the names of the JSON types that a parameter may have. None: its schema does not say."""
         if self.described is not None and name in self.described:
             return self.json_types({"anyOf": self.described[name]})
         more = self._root.get("additionalProperties")
         return self.json_types(more) if isinstance(more, Mapping) else {"string"}
 
     def json_types(self, schema: Any, depth: int = _MAX_DEPTH) -> set[str] | None:
-        """The names of the JSON types that a schema allows. None: it does not say."""
+        """Returns the names of the JSON types that a schema allows. None: it does not say."""
         if not isinstance(schema, Mapping) or not depth:
             return None
         found = [self._own_types(schema), self._any_types(schema, depth - 1)]
@@ -90,7 +90,7 @@ class Parameters:
         return set[str]().union(*(types or () for types in found))
 
     def _target(self, path: str) -> Any:
-        """The schema that a $ref within this one names. None: there is none."""
+        """Returns the schema that a $ref within this one names. None: there is none."""
         start, *keys = unquote(path).split("/")
         found: Any = self._root if start == "#" else None
         for key in keys:

@@ -81,8 +81,8 @@ class TaggedCallParser(CallParser):
 
 
 def value_json(text: str, types: set[str] | None) -> str:
-    """The JSON of a value: the text read as JSON if the types allow that, or read as Python writes it if they
-    allow no text. Else it is the text itself.
+    """Returns the JSON of a value: the text read as JSON if the types allow that, or read as Python writes it
+    if they allow no text. Else it is the text itself.
     """
     found = None
     with suppress(ValueError):

@@ -82,7 +82,7 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
 
     def push(self, text: str, ended: bool) -> tuple[str, list[ToolCallDelta]]:
-        """The new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new content, and what is new of each call. ended: this is the last part."""
         self._content = []
         self._deltas = []
         text = self._pending + text
@@ -108,7 +108,7 @@ class ToolCallParser:
         return [delta]
 
     def trailing(self) -> "TrailingCallParser":
-        """A parser of these calls at the end of a text."""
+        """Returns a parser of these calls at the end of a text."""
         return TrailingCallParser(self._forms, self._functions.schemas)
 
     # Each state returns the text that is left for the next one.
@@ -260,7 +260,9 @@ class TrailingCalls:
         raise NotImplementedError
 
     def push_text(self, text: str, ended: bool) -> str:
-        """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
+        """Returns the new text that is no call. ended: it is the last part, then `calls` has the calls at its
+        end.
+        """
         self._known = []
         self.held += text
         self.push(text, ended)

@@ -59,7 +59,9 @@ def _check_tool(tool: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: Any) -> dict[str, Any] | None:
-    """The schema without keywords that are null, as some MCP servers write. None: it is not of objects."""
+    """Returns the schema without keywords that are null, as some MCP servers write. None: it is not of
+    objects.
+    """
     if not isinstance(schema, Mapping):
         return None
     found = {key: value for key, value in schema.items() if value is not None}
@@ -73,7 +75,7 @@ def _object_schema(schema: Any) -> dict[str, Any] | None:
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The schema of each function's parameters, by name. tools: from `check_tools`."""
+    """Returns the schema of each function's parameters, by name. tools: from `check_tools`."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 

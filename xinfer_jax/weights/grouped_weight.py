@@ -87,7 +87,7 @@ class GroupedWeight(RotatedWeight):
         }
 
     def group_scale(self) -> jax.Array:
-        """float32 [Q, O]."""
+        """Returns float32 [Q, O]."""
         scale_QO = self.scale.astype(jnp.float32)
         return scale_QO if self.step is None else scale_QO * self.step
 
@@ -122,7 +122,7 @@ class GroupedWeight(RotatedWeight):
 def grouped_struct(
     shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
 ) -> GroupedWeight:
-    """Shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: with an order."""
+    """Returns shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: with an order."""
     (outputs, inputs) = shape
     struct: Any = jax.ShapeDtypeStruct
     Q = -(-inputs // J)
@@ -155,5 +155,5 @@ def pack_int4(levels_QJO: np.ndarray) -> np.ndarray:
 
 
 def unpack_int4(values_QYO: np.ndarray) -> np.ndarray:
-    """The 4-bit numbers, uint8 [Q, J, O], that `pack_int4` packed."""
+    """Returns the 4-bit numbers, uint8 [Q, J, O], that `pack_int4` packed."""
     return np.concatenate([values_QYO & 15, values_QYO >> 4], 1)

@@ -30,7 +30,7 @@ def hadamard_rotate(x: jax.Array, width: int) -> jax.Array:
 
 
 def hadamard_unrotate(x: jax.Array, width: int) -> jax.Array:
-    """Inverse of `hadamard_rotate`."""
+    """Returns the inverse of `hadamard_rotate`."""
     x_RW = _multiply(x.astype(jnp.float32).reshape(-1, width)) * _signs(width)
     return x_RW.reshape(x.shape).astype(x.dtype)
 
@@ -53,14 +53,16 @@ def input_block_width(inputs: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _hadamard(size: int) -> np.ndarray:
-    """The symmetric orthogonal matrix of a power of two, float32."""
+    """Returns the symmetric orthogonal matrix of a power of two, float32."""
     index = np.arange(size)
     return _parity(index[:, None] & index) / np.sqrt(np.float32(size))
 
 
 @functools.lru_cache(maxsize=8)
 def _signs(width: int) -> np.ndarray:
-    """The Rudin-Shapiro sequence, float32 [W]: its product with a Hadamard matrix has no large entry."""
+    """Returns the Rudin-Shapiro sequence, float32 [W]: its product with a Hadamard matrix has no large
+    entry.
+    """
     index = np.arange(width)
     return _parity(index & index >> 1)
 

@@ -38,7 +38,7 @@ class Norm:
 
 
 def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
-    """The elementwise function of the model's gated MLPs."""
+    """Returns the elementwise function of the model's gated MLPs."""
     return _ACTIVATIONS[config.hidden_act]
 
 
@@ -65,7 +65,7 @@ def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any =
 def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, run_config: RunConfig
 ) -> list[jax.Array]:
-    """`norm` of several vectors, whose features `RunConfig.over` may divide."""
+    """Runs `norm` of several vectors, whose features `RunConfig.over` may divide."""
     means: Any = [None] * len(xs)
     if run_config.over is not None:
         from ..backends.mesh import means_of_squares  # optional: meshes
@@ -75,12 +75,12 @@ def joint_norms(
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap). None: x."""
+    """Returns cap * tanh(x / cap). None: x."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm:
-    """The RMS norm of that name, for `products` of its result."""
+    """Returns the RMS norm of that name, for `products` of its result."""
     return Norm(tree[name], config.rms_norm_eps, config.norm_offset)
 
 
@@ -151,14 +151,14 @@ def products(
 
 
 def normalized(x: jax.Array, before: Norm) -> jax.Array:
-    """x after the norm before products."""
+    """Returns x after the norm before products."""
     return run("apart", _identity, x=rms_norm(x, before.weight, before.eps, before.offset))
 
 
 def finish_products(
     ys: list[jax.Array], residual: jax.Array | None, activation: str | None
 ) -> list[jax.Array]:
-    """The results of products with the activation and the residual of `products`."""
+    """Returns the results of products with the activation and the residual of `products`."""
     if activation is not None:
         ys = checkpoint_name(ys, "gate_up")
         ys = [run("apart", _identity, x=_ACTIVATIONS[activation](ys[0]) * ys[1])]
@@ -170,7 +170,9 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
-    """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
+    """Returns rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [...,
+    D].
+    """
     table = leaf["weight"]
     is_float = isinstance(table, AnyArray)
     rows = _embed(token, jnp.asarray(table)) if is_float else table.rows(token)
@@ -213,7 +215,7 @@ def _angles(
 
 
 def rope_powers(rope: RopeConfig, width: int) -> np.ndarray:
-    """float32 [P]: the positions in which each pair of the first `width` numbers rotates by 1."""
+    """Returns float32 [P]: the positions in which each pair of the first `width` numbers rotates by 1."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # Computed in float64 and rounded once, they equal torch's. In float32 they differ by an ulp, which is
     # visible after 500 positions.

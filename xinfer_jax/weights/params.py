@@ -73,7 +73,7 @@ def resolve_dtype(dtype: Dtype | None) -> Any:
 
 
 def _default_dtype(narrow: Any) -> Any:
-    """Float32 on CPU, elsewhere the narrow type."""
+    """Returns float32 on CPU, elsewhere the narrow type."""
     of_device = plugin("device", "dtype")
     return of_device(narrow) if of_device else jnp.float32
 

@@ -92,7 +92,7 @@ def _converted(given: dict[str, Any], scales: dict[str, float], spec: ParamSpec,
 
 
 def _adapter_scales(tree: Any, *prefix: str) -> dict[str, float]:
-    """The static scales of adapted matrices, by their paths."""
+    """Returns the static scales of adapted matrices, by their paths."""
     is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_adapted)
     return {_name((*prefix, *path)): leaf.scale for path, leaf in leaves if is_adapted(leaf)}

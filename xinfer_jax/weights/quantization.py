@@ -182,7 +182,7 @@ def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, part
 
 
 def bits_of(name: str, quantize: str) -> int:
-    """8 for matrices of the vocabulary: their errors are in every logit."""
+    """Returns 8 for matrices of the vocabulary: their errors are in every logit."""
     return 8 if "embed" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
 
@@ -279,5 +279,5 @@ def float16_step(step: Any, xp: Any = np) -> Any:
 
 
 def divisor(like: Any, number: int, xp: Any = jnp) -> Any:
-    """A number to divide by, so that XLA does not multiply by its inverse, which has other bits."""
+    """Returns a number to divide by, so that XLA does not multiply by its inverse, which has other bits."""
     return number if xp is np else lax.optimization_barrier(xp.full_like(like, number))

@@ -105,7 +105,7 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
 
 
 def with_kv_heads_once(params: Params, config: ModelConfig, original: ModelConfig) -> Params:
-    """The parameters of `original`, of which `with_repeated_kv_heads` made this config.
+    """Returns the parameters of `original`, of which `with_repeated_kv_heads` made this config.
 
     Raises:
         InputError: heads that were repeated differ by now, or are quantized.

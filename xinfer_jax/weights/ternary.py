@@ -115,7 +115,7 @@ def pack_ternary(levels: Any, shape: tuple[int, ...], scale: np.float32) -> Tern
 
 
 def ternary_levels(values_W2O: np.ndarray, inputs: int) -> np.ndarray:
-    """The levels -1, 0 and 1, int8 [outputs, I], that `pack_ternary` packed, on the host."""
+    """Returns the levels -1, 0 and 1, int8 [outputs, I], that `pack_ternary` packed, on the host."""
     words_2OW = np.ascontiguousarray(values_W2O.transpose(1, 2, 0), "<i4")
     (plus_OI, minus_OI) = np.unpackbits(words_2OW.view(np.uint8), 2, inputs, "little").view(np.int8)
     return plus_OI - minus_OI

@@ -26,7 +26,7 @@ _RIGHT_TILE_BYTES = 8 << 20  # as the right one
 
 
 def float_form(call: Call) -> Callable:
-    """A form of `float_product`."""
+    """Returns a form of `float_product`."""
     matrix_OI = call.operands["matrix"]
     rows = len(call.operands["x"])
     product = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, rows, *matrix_OI.shape)]
@@ -61,7 +61,7 @@ def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: st
 
 
 def _at_least_two(x_MI: jax.Array) -> jax.Array:
-    """x, a single row with one of zeros."""
+    """Returns x, a single row with one of zeros."""
     return jnp.pad(x_MI, ((0, 1), (0, 0))) if len(x_MI) == 1 else x_MI
 
 
@@ -138,7 +138,7 @@ def tiled_product(
 
 @always
 def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
-    """A form of `int8_product`."""
+    """Returns a form of `int8_product`."""
     x_MI = matrix.rotated_inputs(x)
     if matrix.int8_activations:
         return int8_activation_product(x_MI, matrix.values, matrix.axis_name) * matrix.scale
@@ -160,7 +160,7 @@ def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
 
 @always
 def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
-    """A form of `fp8_product`."""
+    """Returns a form of `fp8_product`."""
     x_MI = x.astype(jnp.float32)
 
     def multiply_tile(first: jax.Array, size: int, matrix: Fp8Weight) -> jax.Array:  # [M, size]

@@ -33,7 +33,7 @@ _INT8_NUMBERS = 8 << 20  # of a matrix in int8 at a time
 
 @always
 def cpu_grouped_form(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
-    """A form of `grouped_product`."""
+    """Returns a form of `grouped_product`."""
     x_MI = matrix.rotated_inputs(x).astype(jnp.float32)
     if matrix.order is not None:
         x_MI = x_MI[:, matrix.order]
@@ -53,7 +53,7 @@ def cpu_grouped_form(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
 
 
 def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """One row's product, [O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
+    """Returns one row's product, [O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
     Q, Y, outputs = weight.values.shape
     halves = weight.group // Y
     run = math.gcd(Y, _RUN)

@@ -22,7 +22,7 @@ _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
 
 @always
 def mxfp4_form(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
-    """A form of `mxfp4_product`."""
+    """Returns a form of `mxfp4_product`."""
     x_MI = x.astype(jnp.float32)
     weight = matrix.for_files()
     if product_table.fastest_form("mxfp4", len(x_MI), *matrix.shape) == product_table.ROWS:
@@ -51,7 +51,7 @@ def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _row(x_I: jax.Array, weight: Mxfp4Weight) -> jax.Array:
-    """One row's product, [O]. A group is C runs of R bytes."""
+    """Returns one row's product, [O]. A group is C runs of R bytes."""
     outputs = weight.shape[0]
     # A dot, which XLA does not fuse into the loop: there it would compute x for every output, and LLVM would
     # not unroll it. The barrier does without the weights: a slice by an expert's number is not unpacked

@@ -60,8 +60,8 @@ def _attend(q_BTNH: jax.Array, kv: Contiguous, visible: Any, sink_N: Any, scale:
 
 
 def _divide_rows(x: jax.Array) -> jax.Array:
-    """The array, divided by rows over all axes of a mesh: jax rejects operands that are divided in different
-    ways, and the compiler does not see to it.
+    """Returns the array, divided by rows over all axes of a mesh: jax rejects operands that are divided in
+    different ways, and the compiler does not see to it.
     """
     mesh = _mesh(x)
     if mesh.empty or mesh.manual_axes:

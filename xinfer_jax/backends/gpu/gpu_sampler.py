@@ -38,19 +38,19 @@ _GROUP = 16  # rows that are sampled from the whole vocabulary at the same time
 
 
 def choice_form(call: Call) -> Callable:
-    """A form of `choose_tokens`."""
+    """Returns a form of `choose_tokens`."""
     return partial(_choose_in_one_branch, run_config=call.run_config)
 
 
 @always
 def known_form(logsumexp_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """A form of `known_logsumexp`: `choose_tokens` has computed it."""
+    """Returns a form of `known_logsumexp`: `choose_tokens` has computed it."""
     return logsumexp_B
 
 
 @always
 def sampled_from_form(taken_BV: jax.Array, **operands: Any) -> jax.Array:
-    """A form of `sampled_from`, which computes these logits again."""
+    """Returns a form of `sampled_from`, which computes these logits again."""
     return sampled_from_in_groups(**operands)
 
 
@@ -62,8 +62,8 @@ def logsumexp_form(call: Call) -> Callable | None:
 def choose_at_draft_positions(
     logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`choose_tokens` for T positions of each row at the same time, as B * T rows: before its T - 1 draft
-    tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
+    """Runs `choose_tokens` for T positions of each row at the same time, as B * T rows: before its T - 1
+    draft tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
     before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
     of each position in memory.
     """
@@ -138,8 +138,8 @@ def repeated_rows(tree: Any, times: int) -> Any:
 
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
-    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
-    from, and their logsumexp.
+    """Runs `choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were
+    sampled from, and their logsumexp.
     """
     arrays = logits_BV, key_B, sampling_B, context
     token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, run_config, *arrays)
@@ -205,7 +205,7 @@ def _summarize_logits(logits_BV, sampling_B, context, run_config):
 def sampled_from_in_groups(
     logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
 ) -> jax.Array:
-    """The logits [B, V] that GPUs sample from."""
+    """Returns the logits [B, V] that GPUs sample from."""
     arrays = logits_BV, key_B, sampling_B, context
     return in_row_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
 
@@ -216,6 +216,6 @@ def _process_and_sample(logits_BV, key_B, sampling_B, context):
 
 
 def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    """Returns bool [B]: which rows use a processor of `process_logits` that is not always applied."""
     none_B = jnp.zeros(context.position_B.shape[0], bool)
     return sum((uses_B for uses_B, _ in skippable_processors(sampling_B, context)), none_B)

@@ -23,8 +23,8 @@ def gpu_top_k_form(call: Call) -> Callable | None:
 
 
 def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, which for CUDA sorts everything in 28 kernels: the largest numbers are in the groups with
-    the largest maxima. So x is read once.
+    """Computes `lax.top_k`, which for CUDA sorts everything in 28 kernels: the largest numbers are in the
+    groups with the largest maxima. So x is read once.
     """
     size = x.shape[-1]
     group = math.isqrt(size // count) + 1  # as many groups as numbers in `count` of them

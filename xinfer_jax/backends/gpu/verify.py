@@ -21,7 +21,7 @@ from .gpu_sampler import choose_at_draft_positions, context_with_tokens, sampled
 
 @always
 def recording_form(token: jax.Array, alternatives: Any) -> tuple[jax.Array, Any]:
-    """A form of `after_recording`, which keeps the order."""
+    """Returns a form of `after_recording`, which keeps the order."""
     return lax.optimization_barrier((token, alternatives))
 
 
@@ -77,13 +77,15 @@ def _sample_from_hidden(outputs, run_config, state, draft_BT):
 
 
 def _sample_from_logits(logits_BTV, state, draft_BT):
-    """The tokens [B, T] of all positions, and their log-probabilities."""
+    """Returns the tokens [B, T] of all positions, and their log-probabilities."""
     rows = state.key_B, state.sampling_B, state.context
     return choose_at_draft_positions(logits_BTV, *rows, draft_BT)
 
 
 def _count_appended(token_BT, draft_BT, state):
-    """int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the row."""
+    """Returns int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the
+    row.
+    """
     count = draft_BT.shape[1]
     index_T = jnp.arange(count)
     token_BT = token_BT[:, :count]
@@ -140,7 +142,7 @@ def append_tokens(
 
 
 def _ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
-    """bool [B, T]: whether a token ends its row."""
+    """Returns bool [B, T]: whether a token ends its row."""
     return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
 
 

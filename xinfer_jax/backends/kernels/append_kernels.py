@@ -34,7 +34,9 @@ def append_form(call: Call) -> Callable | None:
 
 
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
-    """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
+    """Returns the implementation. A named one is one of attention: other calls stay with XLA under every
+    name.
+    """
     k, v = kernel_arrays(kv)
     if k is None or abstract_mesh_of(k):
         return "xla"

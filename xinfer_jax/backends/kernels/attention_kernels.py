@@ -22,7 +22,7 @@ def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
 
 
 def kernel_obstacle(kv: Contiguous) -> str | None:
-    """Why no kernel reads them."""
+    """Returns the reason why no kernel reads them."""
     if kv.value_width != kv.k.shape[3]:
         return f"values of another width than keys ({kv.value_width} and {kv.k.shape[3]})"
     return cache_dtype_of(kv.dtype_name).kernel_obstacle
@@ -38,7 +38,7 @@ def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
 
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
-    """The implementation for these queries and keys, which may be shapes, of "decode_attention" or
+    """Returns the implementation for these queries and keys, which may be shapes, of "decode_attention" or
     "prefill_attention". Raises InputError if the named one does not support them.
     """
     k, v = kernel_arrays(kv)

@@ -35,7 +35,7 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
 
 
 def _obstacle(weight: Any) -> str | None:
-    """Why no kernel reads these matrices, or None."""
+    """Returns the reason why no kernel reads these matrices, or None."""
     weight = stored_weight(weight)
     if not is_quantized(weight) or isinstance(weight, Mxfp4Weight | Fp8Weight):
         return None
@@ -55,7 +55,7 @@ def _layout(weight: Any) -> tuple[Any, ...]:
 
 
 def _arrays(experts: Params) -> list[Any]:
-    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
+    """Returns the matrices of gate, up and down as kernels take them, then their biases if there are any."""
     leaves = [experts[name] for name in ("gate", "up", "down")]
     arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
     return list(map(_operand, arrays))

@@ -45,8 +45,8 @@ def can_fuse_head(params: Params, hidden_BD: jax.Array, run_config: RunConfig) -
 
 
 def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels_pallas.Selection | None:
-    """The implementation of `greedy_tokens` without a bias. None: no kernel is for such a weight under any
-    name.
+    """Returns the implementation of `greedy_tokens` without a bias. None: no kernel is for such a weight
+    under any name.
     """
     if not is_quantized(weight):
         return named("lm_head_argmax", impl, hidden_BD, weight)

@@ -130,7 +130,7 @@ def _unsupported_adapters(x, leaves, rows: int, on_tpu: bool) -> str | None:
 
 
 def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """Why the TPU kernel does not take these products in one launch, or None."""
+    """Returns the reason why the TPU kernel does not take these products in one launch, or None."""
     if rows > FEW_ROWS:
         return f"{rows} rows, more than {FEW_ROWS}"
     if len(set(map(_format, matrices))) > 1:
@@ -205,7 +205,7 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
 
 
 def _format(matrix: Any) -> tuple[Any, ...]:
-    """The kind of a matrix, and which numbers share a scale."""
+    """Returns the kind of a matrix, and which numbers share a scale."""
     return type(matrix), getattr(matrix, "group", None), getattr(matrix, "has_blocks", False)
 
 
