@@ -124,11 +124,11 @@ def summarize_logits(
 def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
-    """Returns each token's weighted sum of the gated MLPs that it chose, Σ weight · down(activation(gate(x))
-    * up(x)), float32 [M, D]. Experts outside 0 … X - 1 count as zeros.
+    """Returns each token's weighted sum of the gated MLPs that it chose, float32 [M, D]: Σ weight ·
+    down(activation(gate(x)) · up(x)). Experts outside 0 … X - 1 count as zeros.
 
     The matrices are arrays, `Mxfp4`, or quantized `Matrix` whose arrays have a first axis X and whose groups
-    have all inputs. biases: none, or [X, F], [X, F] and [X, D]. limit: as in `gated`.
+    have all inputs. biases: none, or [X, F], [X, F] and [X, D]. limit: see `gated`.
     """
     gate, up, down = map(_floats, (gate_XFD, up_XFD, down_XDF))
     x = x_MD.astype(jnp.float32)

@@ -100,8 +100,8 @@ def embed_texts(
 
 
 def embedding_size(model: Model, dimensions: int | None = None) -> int:
-    """Returns the number of values in a vector. dimensions: as in `embed_texts`. Raises InputError if the
-    model has no vectors of this size.
+    """Returns the number of values in a vector. dimensions: see `embed_texts`. Raises InputError if the model
+    has no vectors of this size.
     """
     modules = model.embedding or _WITHOUT
     width = modules.dense[-1].weight.shape[0] if modules.dense else model.config.hidden_size
@@ -128,7 +128,7 @@ class TextEncoder:
         truncation_side: str | None = None,
         escape: bool = True,
     ):
-        """Makes an encoder. prompt, truncate_prompt_tokens and escape are the same as in `embed_texts`.
+        """Makes an encoder. prompt, truncate_prompt_tokens and escape are described in `embed_texts`.
 
         Args:
             max_length: the most tokens of a text. None: as the model allows.

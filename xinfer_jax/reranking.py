@@ -80,7 +80,7 @@ class RerankEncoder:
         self, model: Model, instruction: Any = None, truncate_prompt_tokens: int | None = None,
         escape: bool = True,
     ):  # fmt: skip
-        """Arguments and errors are the same as in `rerank`."""
+        """It takes the arguments of `rerank`, and raises its errors."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: texts cannot be reranked")
         check_causal(model.config, "rerank")

@@ -33,8 +33,8 @@ def key_to_float(key: jax.Array) -> jax.Array:
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """Returns the index of each row's largest number, int32 [B], as in the reference. V that is not a
-    multiple of 8 costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
+    """Returns the index of each row's largest number, int32 [B], like the reference. V that is not a multiple
+    of 8 costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -68,7 +68,7 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the greedy token and its log-probability, as in the reference. Logits are never written.
+    """Returns the greedy token and its log-probability, like the reference. Logits are never written.
     Programs are persistent and take tiles of 64 tokens in turn. Loads run ahead across tiles.
 
     x and weight are bfloat16 or float16. Every 64 rows read the matrix once. V that is not a multiple of 8,

@@ -25,8 +25,8 @@ def decode_attention(  # noqa: PLR0913
     merged by their log-sum-exp.
 
     Args:
-        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the other arguments are the same
-            as in the reference. A page has 64 slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. The reference describes these and the
+            other arguments. A page has 64 slots, a ring a multiple of 64.
         splits: programs per row, key head and tile. None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
         stages: blocks in flight per program. None: as many as let two programs share a multiprocessor, up to

@@ -23,8 +23,8 @@ def prefill_attention(  # noqa: PLR0913
     While one warpgroup computes the softmax of its block, the other uses the tensor cores.
 
     Args:
-        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the other arguments are the same
-            as in the reference. A page has 64 slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. The reference describes these and the
+            other arguments. A page has 64 slots, a ring a multiple of 64.
         block: keys per step, a multiple of 64. None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory. None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.

@@ -33,9 +33,9 @@ def rope_append(  # noqa: PLR0913
     """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
     copies the cache if it is used again. For prompts XLA computes norms, RoPE and levels, before the kernel.
 
-    Arguments and results are the same as in the reference, with a cache `SideBySide`. T tokens may touch no
-    tile of a ring twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile more.
-    interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
+    It takes the arguments of the reference, and returns its results, with a cache `SideBySide`. T tokens may
+    touch no tile of a ring twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile
+    more. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     assert v_PKSH is None
     S = kv_PKSX.values.shape[2]

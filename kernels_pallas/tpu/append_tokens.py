@@ -47,7 +47,7 @@ def append_tokens(  # noqa: PLR0913
         qkv: queries, keys and values [B, T, N or K, H]. Numbers of all heads are in lanes, as products leave
             them.
         angles: None, or cos and sin [B, T, P].
-        norms, kv, start_B, count_B, table_BP, ring, interpret: as in `rope_append`.
+        norms, kv, start_B, count_B, table_BP, ring, interpret: see `rope_append`.
     """
     B, T, N, H = qkv[0].shape
     pairs = 0 if angles is None else angles[0].shape[-1]

@@ -39,7 +39,7 @@ def prefill_attention(  # noqa: PLR0913
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
 
-    Arguments are the same as in the reference, with keys and values `SideBySide`. q is float32 or bfloat16, H
+    It takes the arguments of the reference, with keys and values `SideBySide`. q is float32 or bfloat16, H
     64, 128, 256 or 512. With a bias of keys S is a multiple of its stride. interpret: True: emulate a TPU on
     a CPU, slowly, and raise if accesses to memory race.
     """

@@ -18,7 +18,7 @@ _NONE = 2**30  # no token
 def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the greedy token and its log-probability, as in the reference, without logits in memory. x and
+    """Returns the greedy token and its log-probability, like the reference, without logits in memory. x and
     weight have one dtype, bfloat16 or float32. With a scale of each token they are bfloat16 and int8. 64 rows
     read the matrix once. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory
     race.

@@ -21,8 +21,8 @@ def route(x_MD, matrices, norm_D=None, *, count, eps=0.0, offset=0.0, interpret=
     - Their outputs, int32: the first one of equal scores.
     - If there is a second matrix [1, D], the sigmoid of the product with it, [M, D], D times the same.
 
-    NaN counts as infinity. If a row has fewer finite scores, an output comes again, with weight 0. Arguments
-    are the same as in `product`, with matrices of floats, and the second matrix without a bias.
+    NaN counts as infinity. If a row has fewer finite scores, an output comes again, with weight 0. It takes
+    the arguments of `product`, with matrices of floats, and the second matrix without a bias.
     """
     M, D = x_MD.shape
     settings = streaming.settings_of(x_MD, matrices, eps, offset)

@@ -96,7 +96,7 @@ def update_tiles(scalar_refs: Any, updates: Sequence[Update], compute: Any = Non
     """Reads tiles, changes and writes them. Tiles of several arrays are handled at once.
 
     Args:
-        scalar_refs: as in `find_tile`.
+        scalar_refs: see `find_tile`.
         updates: the update of each array.
         compute: None, or a function that is called while tiles are read.
     """

@@ -33,8 +33,8 @@ def rope_append(  # noqa: PLR0913
     table_BP=None, ring=False, interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
-    copies the cache if it is used again. Arguments and results are the same as in the reference. interpret:
-    True: run on any device, slowly, by Pallas's interpreter.
+    copies the cache if it is used again. It takes the arguments of the reference, and returns its results.
+    interpret: True: run on any device, slowly, by Pallas's interpreter.
     """
     B, T, N, H = q_BTNH.shape
     K, S = k_PKSH.shape[1:3]

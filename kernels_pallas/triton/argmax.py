@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 def argmax(x_BV, *, interpret=False) -> jax.Array:
-    """Returns the index of each row's largest number, int32 [B], as in the reference. interpret: True: run on
+    """Returns the index of each row's largest number, int32 [B], like the reference. interpret: True: run on
     any device, slowly, by Pallas's interpreter.
     """
     B, V = x_BV.shape
@@ -55,8 +55,8 @@ def _of_best_block(best_Bi, of_block_Bi):
 def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the greedy token and its log-probability, as in the reference. Logits are never written. x is
-    in the dtype of the weight. With an int8 matrix, whose numbers are exact in 16 bits, x is of 16 bits, and
+    """Returns the greedy token and its log-probability, like the reference. Logits are never written. x is in
+    the dtype of the weight. With an int8 matrix, whose numbers are exact in 16 bits, x is of 16 bits, and
     scales are float32. The matrix is read once for up to 64 rows. interpret: True: run on any device, slowly,
     by Pallas's interpreter.
     """

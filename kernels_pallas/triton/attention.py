@@ -34,8 +34,8 @@ def prefill_attention(  # noqa: PLR0913
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
 
-    Arguments are the same as in the reference. Keys are in the dtype of q, or `Levels`. H is at most 512. A
-    page and a ring have a multiple of 64 slots. interpret: True: run on any device, slowly, by Pallas's
+    It takes the arguments of the reference. Keys are in the dtype of q, or `Levels`. H is at most 512. A page
+    and a ring have a multiple of 64 slots. interpret: True: run on any device, slowly, by Pallas's
     interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)

@@ -209,7 +209,7 @@ def _walk(  # noqa: PLR0913
 
 def _inverse(lower_CC: jax.Array) -> jax.Array:
     """Returns the inverse of I + a strictly lower triangle, by products of ever larger squares on the
-    diagonal: that of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
+    diagonal: the inverse of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
     """
     row, column = (lax.broadcasted_iota(jnp.int32, lower_CC.shape, axis) for axis in (0, 1))
 

@@ -48,7 +48,7 @@ def gated_experts(  # noqa: PLR0913
     Args:
         x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized matrices. D and F are
             multiples of 16.
-        gate_XFD, up_XFD, down_XDF: as in the reference. Groups have a multiple of 16 bytes.
+        gate_XFD, up_XFD, down_XDF: see the reference. Groups have a multiple of 16 bytes.
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: the number of experts that a token chooses from. It is X, or more if other devices have
             the others. It affects the sizes of tiles.

@@ -2,7 +2,7 @@
 Orbax keeps parameters and optimizer state while it trains, and the result is saved as a checkpoint that
 transformers opens too.
 
-    pip install '.[train]'; python scripts/examples/sft.py
+    pip install '.[train]' && python scripts/examples/sft.py
 """
 
 from checkout import start

@@ -2,7 +2,7 @@
 copies whole.
 
 The parts that slices, gathers and updates in place take or change count, in fusions too. Only arrays in
-device memory count (HBM; a TPU has others), without the padding of tiles. Single numbers do not count.
+device memory count (HBM, and a TPU has others), without the padding of tiles. Single numbers do not count.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -169,12 +169,13 @@ def report(
 
     Args:
         full: the job at the model's depth.
-        weights: format of the weights.
+        weights: the format of the weights.
         program: one of `PROGRAMS`.
-        card: to compile for.
-        depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
-            without figures per layer. None: two and four periods of the layers' kinds; for a TPU, whose XLA
-            keeps the weights of few layers in VMEM during the whole loop, the model's own depth.
+        card: the card to compile for.
+        depths: the two numbers of layers to compile, the smaller one first. One number: a model with this
+            number of layers, without figures per layer. None: two and four periods of the layers' kinds. For
+            a TPU, whose XLA keeps the weights of few layers in VMEM during the whole loop, None is the
+            model's own depth.
     """
     layers = full.config.num_hidden_layers
     if depths is None:

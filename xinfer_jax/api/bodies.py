@@ -102,16 +102,16 @@ def parse_request_body(
 ) -> ParsedBody:
     """Checks a body and encodes its prompts.
 
-    The field `priority` has vLLM's meaning, lower goes first; `Engine.submit` takes the negated value.
+    The field `priority` has vLLM's meaning: lower goes first. `Engine.submit` takes the negated value.
 
     Args:
-        kind: as in `ParsedBody`.
+        kind: see `ParsedBody`.
         body: the JSON object. A field that is null counts as absent.
-        defaults: for absent fields. Without `defaults.sampling` the model's settings count. Its max_tokens is
-            the default of plain lines, and the limit of the default of chats.
+        defaults: defaults of absent fields. Without `defaults.sampling` the model's settings count. Its
+            max_tokens is the default of plain lines, and the limit of the default of chats.
         max_length: the most tokens of a prompt and its answer together.
-        escape: control tokens that messages spell stay ordinary text.
-        check: is called before each prompt is encoded, and raises if nobody needs the body.
+        escape: True: control tokens that messages spell stay ordinary text.
+        check: a function that is called before each prompt is encoded. It raises if nobody needs the body.
         stop_in_reasoning: the default of the field of that name. If it is True, stop strings of a chat count
             in the reasoning too.
         plain: defaults of the fields `raw` and `system`.

@@ -64,8 +64,8 @@ def parse_rerank_body(
 
 
 def parse_pairs_body(model: Model, body: dict[str, Any], escape: bool, count: Callable[[int], None]) -> Pairs:
-    """Checks a body of /score without null fields: one query for all documents, or one for each. Arguments
-    and errors are the same as in `parse_rerank_body`.
+    """Checks a body of /score without null fields: one query for all documents, or one for each. It takes the
+    arguments of `parse_rerank_body`, and raises its errors.
     """
     given = [names for names in SCORE_PAIRS if all(name in body for name in names)]
     others = SCORE_FIELDS - _COMMON

@@ -73,8 +73,8 @@ def response_body(
     tokenizer: Tokenizer | None,
     **head: Any,
 ) -> dict[str, Any]:
-    """Returns the body of a whole response. Arguments are the same as in `response_choices`. head: id,
-    created, model.
+    """Returns the body of a whole response. It takes the arguments of `response_choices`. head: id, created,
+    model.
     """
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):

@@ -44,7 +44,7 @@ class OutputItems:
 
         Args:
             delta: a chunk's `delta`, or the whole message of a chat.
-            entries: log-probabilities of its tokens, as in a chat.
+            entries: log-probabilities of its tokens, in the form of a chat.
         """
         events: list[dict[str, Any]] = []
         self._entries.append(entries)
@@ -154,7 +154,9 @@ def _is_object(text: str) -> bool:
 
 
 class TokenEntries:
-    """The log-probabilities of all tokens of an answer, also of reasoning, calls and EOS, as in a chat."""
+    """The log-probabilities of all tokens of an answer, also of reasoning, calls and EOS, in the form of a
+    chat.
+    """
 
     def __init__(self) -> None:
         self._entries: list[dict[str, Any]] = []

@@ -138,9 +138,7 @@ def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[
 
 
 def pair_bytes(width: int, dtype: Any) -> int:
-    """Returns the bytes of one key and its value in a new cache of this process. dtype: as in
-    `empty_pair`.
-    """
+    """Returns the bytes of one key and its value in a new cache of this process. dtype: see `empty_pair`."""
     if stores_side_by_side(dtype):
         return plugin("cache form", "side by side").pair_bytes(width, dtype)
     return 2 * cache_dtype_of(dtype).vector_bytes(width)

@@ -38,8 +38,8 @@ class OpenedFiles(NamedTuple):
 
 
 def open_directory(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the small files of a directory and the headers of its weights. Arguments and errors are the same
-    as in `load_model`.
+    """Reads the small files of a directory and the headers of its weights. It takes the arguments of
+    `load_model`, and raises its errors.
     """
     settings = read_json(path / "config.json")
     if settings is None:

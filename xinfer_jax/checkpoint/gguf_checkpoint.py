@@ -56,8 +56,8 @@ Settings = dict[str, Any]
 
 
 def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the header of a GGUF file, and the headers of its other splits. Arguments and errors are the same
-    as in `load_model`.
+    """Reads the header of a GGUF file, and the headers of its other splits. It takes the arguments of
+    `load_model`, and raises its errors.
     """
     file = open_gguf(path)
     keepable = {name: dataclasses.replace(x, kept=gguf_form) for name, x in file.tensors.items()}

@@ -236,8 +236,8 @@ def open_leaves(
     hub: HubOptions = HUB_DEFAULTS,
 ) -> tuple[Model, Callable[[], Iterator[tuple[str, Any]]]]:
     """Returns the model of `open_checkpoint`, and a function that reads the weights one by one. It yields the
-    path and the array of each leaf, in the order of the tree. Arguments and errors are the same as in
-    `load_model`, but memory for all leaves together is not checked.
+    path and the array of each leaf, in the order of the tree. It takes the arguments of `load_model`, and
+    raises its errors, but memory for all leaves together is not checked.
     """
     start = time.perf_counter()
     given_dtype = dtype

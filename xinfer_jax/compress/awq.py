@@ -120,7 +120,7 @@ def _rotated_inputs(x_MI: jax.Array) -> jax.Array:
 def quantized_params(
     params: Params, quantize: str, group: int | None = None, activations: str | None = None
 ) -> Params:
-    """Returns parameters rounded to nearest, with the vocabulary in int8. The arguments are the same as in
+    """Returns parameters rounded to nearest, with the vocabulary in int8. It takes the arguments of
     `awq_params`.
     """
     check_activations(activations, quantize, group)
@@ -156,7 +156,7 @@ def quantized_params(
 def scaled_params(
     params: Params, config: ModelConfig, token_rows: _TokenRows, quantize: str, group: int | None = None
 ) -> Params:
-    """Returns scaled floating-point parameters of the same function. The arguments are the same as in
+    """Returns scaled floating-point parameters of the same function. It takes the arguments of
     `awq_params`.
     """
     check_supported(config, "scales", "activation-aware scales are", "round to nearest instead")

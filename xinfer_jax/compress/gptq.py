@@ -30,7 +30,7 @@ def gptq_matrix(
         matrix_OI: float32, the float matrix.
         x_MI: float32, its inputs in the quantized model.
         wanted_MO: float32, its outputs in the float model.
-        bits, group: as in `quantize_matrix`.
+        bits, group: see `quantize_matrix`.
     """
     outputs, inputs = matrix_OI.shape
     gram_II, missing_OI = (np.asarray(a, np.float64) for a in _moments(matrix_OI, x_MI, wanted_MO))

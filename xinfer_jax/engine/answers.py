@@ -1,4 +1,6 @@
-"""`Answer`: what an engine has sampled for a request; callers read it from any thread or event loop."""
+"""`Answer`: the tokens that an engine has sampled for a request. Callers read it from any thread or event
+loop.
+"""
 
 import time
 from bisect import bisect_right

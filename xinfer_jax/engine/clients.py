@@ -2,7 +2,7 @@
 model.
 
 The engine counts the tokens that it computes for each client. Between two clients, the one with fewer tokens
-goes first (virtual token counter; Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
+goes first (virtual token counter, Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 
 When a client without waiting rows submits one, its counter is raised to the smallest counter of the clients
 with waiting rows. If there are none, it is raised to the counter of the client that had the last waiting row.

@@ -46,7 +46,7 @@ class LocalEngine(EngineLoop):
 
     Attributes:
         about: one line about its size, and the seconds until it was ready.
-        role: as in `EngineOptions`.
+        role: see `EngineOptions`.
         follower: the follower, in processes other than process 0.
         channel: the channel to other processes. None: there are none.
         memory: the bytes that it takes.

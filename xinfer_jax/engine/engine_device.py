@@ -224,11 +224,11 @@ class Device:
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
         recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
-        """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens.
+        """Decodes the rows in these slots, whose pages are given. It takes up to `steps` steps, fewer if all
+        rows have ended, or if one has. With draft tokens a step may append several tokens.
 
         Args:
-            greedy, recorded: as in `sample_first`.
+            greedy, recorded: see `sample_first`.
             masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
             variants: the variants of the slots that have one.
         """

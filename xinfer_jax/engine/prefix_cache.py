@@ -20,8 +20,8 @@ _LOGPROBS_PROGRAM = 1
 
 
 class PrefixCache:
-    """Finds pages of prompts on the device and, with a host tier, in host memory and files. Arguments are the
-    same as in `Scheduler`. enabled: False: it finds nothing.
+    """Finds pages of prompts on the device and, with a host tier, in host memory and files. It takes the
+    arguments of `Scheduler`. enabled: False: it finds nothing.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def _options_of_prompts(options: Any, prompts: int) -> list[Any]:
 
 
 def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
-    """Returns the key of each prompt, uint32 [1, 2]. No program is compiled for it. keys: as in
+    """Returns the key of each prompt, uint32 [1, 2]. No program is compiled for it. keys: see
     `submit_many`.
     """
     if isinstance(keys, list | tuple):

@@ -154,7 +154,7 @@ def fit_leaves(
     Args:
         engines: engines of one model.
         leaves: the path and the array of each, in any order.
-        cast, copy: as in `WeightUpdates.update`.
+        cast, copy: see `WeightUpdates.update`.
 
     Raises:
         InputError: a leaf does not fit, or lies on devices of several processes.

@@ -102,7 +102,7 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
 
 
 def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
-    """Returns the leaves by their paths. They may be shapes. Errors are the same as in `specs_and_leaves`."""
+    """Returns the leaves by their paths. They may be shapes. It raises the errors of `specs_and_leaves`."""
     check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     leaves = {leaf_name(keys): leaf for keys, leaf in found}

@@ -106,7 +106,7 @@ def file_specs(config: ModelConfig) -> Params:
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: as in `Family`. prefix: the prefix of a layer's
+    """Returns `file_specs` by other names. mixer_names: see `Family`. prefix: the prefix of a layer's
     tensors.
     """
     tree = param_specs(config)

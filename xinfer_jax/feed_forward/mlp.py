@@ -47,7 +47,7 @@ def mlp_intermediate(
 ) -> jax.Array:
     """Returns the input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or
     without a gate activation(up(x)). With down_norm it is after the norm of that name. before and run_config:
-    as in `products`.
+    see `products`.
     """
     if "gate" not in layer:
         return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])

@@ -96,7 +96,7 @@ def _scale_name(name: str, tensors: Tensors) -> str:
 def float8_tensor(
     name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
 ) -> ScaledTensor:
-    """Returns a matrix, or the matrices of experts, in FP8. layout: as in `scaled_numbers`."""
+    """Returns a matrix, or the matrices of experts, in FP8. layout: see `scaled_numbers`."""
     kept = _kept_form if stored.type == "F8_E4M3" else None
     read = read_bytes(stored, _TABLES[stored.type])
     numbers = scaled_numbers(name, shape, read, scale, layout, kept=kept, stored=(stored,))

@@ -86,8 +86,8 @@ def _int8_struct(shape: Shape) -> Int8Weight:
 
 
 def groups_struct(bits: int, J: int, scale: Any, has_order: bool, has_offsets: bool, shape: Shape) -> Any:
-    """Returns the shapes and types of a `GroupedWeight`, or of the matrices of experts. Arguments are the
-    same as in `grouped_struct`.
+    """Returns the shapes and types of a `GroupedWeight`, or of the matrices of experts. It takes the
+    arguments of `grouped_struct`.
     """
     (*experts, outputs, inputs) = shape
     leaf = grouped_struct((outputs, inputs), bits, J, scale, has_order)

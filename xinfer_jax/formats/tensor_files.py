@@ -118,7 +118,7 @@ def write_checkpoint(
         tensors, settings: the weights and config.json.
         files: contents of other files by name, or paths from which they are copied.
         limit: the most bytes of a file of weights.
-        directory: as in `write_whole`.
+        directory: see `write_whole`.
     """
     shards = _shards(tensors, limit)
     total = sum(tensor.num_bytes for tensor in tensors.values())

@@ -229,8 +229,8 @@ class StoredFormat:
         raise NotImplementedError
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
-        """Returns the tensors of quantized leaves by their names. dtype: of the float tensors beside them.
-        Raises InputError: the format has no such matrix.
+        """Returns the tensors of quantized leaves by their names. Raises InputError if the format has no such
+        matrix. dtype: the dtype of the float tensors next to them.
         """
         raise self.misfit(*next(iter(leaves.items())))
 
@@ -263,7 +263,7 @@ class QuantizedFormat(StoredFormat):
     is_read_whole: ClassVar[bool] = False  # over a mesh too, since parts share stored numbers
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """Returns the shapes and types of what `load` returns. Reads at most the order of inputs."""
+        """Returns the shapes and types of the result of `load`. Reads at most the order of inputs."""
         raise NotImplementedError
 
     def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
@@ -295,8 +295,8 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor_file(file: Path, max_header: int = _MAX_HEADER) -> dict[str, StoredTensor]:
-    """Returns the tensors of one file. Its header is 8 bytes with the length of the JSON that follows;
-    offsets count from the end of that JSON. max_header: limit of that length, which is compared before
+    """Returns the tensors of one file. Its header is 8 bytes with the length of the JSON that follows.
+    Offsets count from the end of that JSON. max_header: the limit of that length, which is compared before
     anything is parsed.
     """
     file_exists(file)  # raises for a git-LFS pointer

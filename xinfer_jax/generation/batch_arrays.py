@@ -168,7 +168,7 @@ def state_of_rows(
     automata: Any = None,
 ) -> DecodeState:
     """Returns rows before their first token, in new arrays. prompts: the prompts of the first rows. The other
-    rows are padding. settings: the settings of all rows. automata: as in `init_context`.
+    rows are padding. settings: the settings of all rows. automata: see `init_context`.
     """
     R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)

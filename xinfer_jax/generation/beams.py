@@ -178,7 +178,7 @@ class BeamSearchPlan:
         options: GenerateOptions,
         key: jax.Array | None,
     ):
-        """Checks the arguments, which are the same as in `beam_search`. The parameters may be shapes."""
+        """Checks the arguments, which are described in `beam_search`. The parameters may be shapes."""
         is_single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
         self.call = call = validate_call(params, config, [ids] if is_single else ids, options, key)
         beams = check_integer("num_beams", settings.num_beams, 1)

@@ -193,7 +193,7 @@ def decode(
     watched_B: Any = None,
 ) -> Carry:
     """Returns the carry after this number of steps (int32) of a strategy, or fewer if it ends. steps: None:
-    no limit. watched_B: as in `goes_on`.
+    no limit. watched_B: see `goes_on`.
     """
     step = partial(strategy.step, TracedExecutor(run_config, inline), constants)
 

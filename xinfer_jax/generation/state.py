@@ -100,7 +100,7 @@ class RowProgress(NamedTuple):
 
     def longest_B(self, position_B: Any) -> Any:
         """Returns, int32 [B], the number of tokens of the prompt and the longest possible answer. position_B:
-        as in `DecodeState`.
+        see `DecodeState`.
         """
         return position_B - self.length_B + self.limit_B
 

@@ -51,7 +51,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: "Grammar") -> Any:
-        """Returns a new `llguidance.LLMatcher` at the grammar's beginning. Errors are the same as in
+        """Returns a new `llguidance.LLMatcher` at the grammar's beginning. It raises the errors of
         `compile_matcher`.
         """
         key = grammar.kind, grammar.source

@@ -75,7 +75,7 @@ class Mixer:
         raise NotImplementedError
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> LayerCache:
-        """Returns the cache of rows without tokens. Arguments are the same as in `empty_layers`."""
+        """Returns the cache of rows without tokens. It takes the arguments of `empty_layers`."""
         raise NotImplementedError
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
@@ -83,7 +83,7 @@ class Mixer:
         raise NotImplementedError
 
     def empty_pool(self, pages: int, dtype: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-        """Returns the arrays (k, v) of a pool of pages, if it has keys. Arguments are the same as in
+        """Returns the arrays (k, v) of a pool of pages, if it has keys. It takes the arguments of
         `empty_pools`.
         """
         raise NotImplementedError

@@ -32,8 +32,8 @@ def rotate_and_append(
     num_tokens_B: jax.Array,
     run_config: RunConfig,
 ) -> tuple[jax.Array, Contiguous]:
-    """Returns the queries after norm and RoPE, and the cache with the new keys and values. Arguments are the
-    same as in `rotate` and `Contiguous.append`.
+    """Returns the queries after norm and RoPE, and the cache with the new keys and values. It takes the
+    arguments of `rotate` and `Contiguous.append`.
     """
     operands: dict[str, Any] = dict(qkv=qkv, norms=norms, angles=angles, kv=kv)
     operands |= dict(start_B=start_B, num_tokens_B=num_tokens_B)

@@ -155,7 +155,7 @@ def run_layers(
     Args:
         layers, inputs: the parameters and inputs of each layer.
         group: the group of these layers.
-        x_BTD, positions, run_config: as in `run_layer`.
+        x_BTD, positions, run_config: see `run_layer`.
         extras: the extras of these layers.
         caches: the caches that `LayerGroup.caches` names.
     """

@@ -44,7 +44,7 @@ def run(
 
     Args:
         name: the name of the operation.
-        plain, operands, static, run_config: as in `Call`.
+        plain, operands, static, run_config: see `Call`.
         derivative: the function that is differentiated in place of a form and of plain. None: these are.
 
     Raises:

@@ -1,8 +1,8 @@
 """Messages between processes as JSON. Every class that is sent has a function that makes its values, so a
 received message cannot choose other code to run.
 
-None, bools, numbers, texts and lists are as in JSON. A dict is {"map": [[key, value], …]}, and another value
-is {class: data}.
+None, bools, numbers, texts and lists have their form of JSON. A dict is {"map": [[key, value], …]}, and
+another value is {class: data}.
 """
 
 import json

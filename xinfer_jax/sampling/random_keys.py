@@ -62,7 +62,7 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     row.
 
     Raises:
-        InputError: as in `check_key`.
+        InputError: see `check_key`.
     """
     key = check_key(key, batch)
     return key if key.ndim else FOLD_IN(key, array_module(batch).arange(batch))

@@ -98,7 +98,7 @@ def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: floa
 def typed_event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Sends server-sent events whose names are the `type` of each object. events: as in `event_stream`. They
+    """Sends server-sent events whose names are the `type` of each object. events: see `event_stream`. They
     raise no errors.
     """
 

@@ -18,7 +18,7 @@ class AnswerDetokenizer:
         tokenizer: the tokenizer of the model.
         stops: the stop strings.
         include_stop: True: the text includes the stop string.
-        skip_special_tokens, marked: as in `IncrementalDetokenizer`.
+        skip_special_tokens, marked: see `IncrementalDetokenizer`.
         min_tokens: a stop string that ends within this number of first tokens does not count.
         content_after: the part of the answer that the prompt has already: <think>, a header of Harmony, or
             "". If it is given, stop strings count in the content only, not in the reasoning or, in Harmony,

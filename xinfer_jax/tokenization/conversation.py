@@ -26,7 +26,7 @@ class ChatOptions:
     """The options by which the chat template renders a conversation.
 
     Attributes:
-        system, tools: as in `xinfer_jax.encode_prompt`.
+        system, tools: see `xinfer_jax.encode_prompt`.
         variables: the variables of the chat template. `add_generation_prompt` defaults to True.
         escape: True: control tokens that the conversation spells are encoded as ordinary text.
         continue_final_message: True: the ids end within the last message, so that the answer continues it.
@@ -49,8 +49,8 @@ def prompt_ids(
     add_special_tokens: bool = True,
     truncate: bool = False,
 ) -> list[int]:
-    """Returns the token ids of a prompt, at least one. There may be more than the limit. Other arguments and
-    errors are the same as in `xinfer_jax.encode_prompt`.
+    """Returns the token ids of a prompt, at least one. There may be more than the limit. It also takes the
+    arguments of `xinfer_jax.encode_prompt`, and raises its errors.
 
     Args:
         limit: the tokens of the model's context. A text whose length alone shows that it has more raises

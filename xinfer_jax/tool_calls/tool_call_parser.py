@@ -59,7 +59,7 @@ class ToolCallParser:
         new_id: Callable[[int], str],
     ):
         """Makes a parser. forms: the forms of calls. parameters: the schema of each function that may be
-        called. None: any function. The other arguments are the same as in `AnswerParser`.
+        called. None: any function. It also takes the other arguments of `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
         self._forms = forms

@@ -58,7 +58,7 @@ def rms_norm(
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """Returns x after the RMS norm of that name. mean: as in `rms_norm`."""
+    """Returns x after the RMS norm of that name. mean: see `rms_norm`."""
     return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean)
 
 
@@ -99,7 +99,7 @@ def linear(
         leaf: "weight", [O, I] or quantized, and "bias", [O] or absent.
         over: a mesh axis along which I is sharded. The devices' products are summed.
         residual: None, or an array that is added to the result.
-        run_config: as in `products`.
+        run_config: see `products`.
     """
     dtype = out_dtype or x.dtype
     if over is not None:
@@ -125,7 +125,7 @@ def products(
 
     Args:
         x: activations.
-        leaves: as in `linear`.
+        leaves: see `linear`.
         before: None, or a norm of x.
         activation: None, or an activation. With it, two leaves give the result activation(first) * second.
         residual: None, or an array that is added to the only result.

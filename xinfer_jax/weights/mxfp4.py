@@ -1,7 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): numbers of 4 bits, and a power of two for each 32 inputs.
 
 A matrix has O outputs and I inputs, in Q groups of 32 inputs. A number has a sign, two bits of exponent and
-one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with both signs. Its bits become those of a float
+one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with both signs. Its bits become the bits of a float
 (`kernels_pallas.mxfp4`), which is exact and needs no table: a table takes four times as long.
 """
 

@@ -58,10 +58,10 @@ def leaf_like(leaf: Any, spec: ParamSpec, old: Any, cast: bool = True) -> Any:
         leaf: a float array, or a leaf that is quantized as `old` is.
         spec: the spec of the leaf.
         old: the leaf whose form it gets.
-        cast: as in `params_like`.
+        cast: see `params_like`.
 
     Raises:
-        InputError: as in `params_like`, or the leaf is quantized in another form.
+        InputError: see `params_like`, or the leaf is quantized in another form.
     """
     forms: Any = [jax.tree.structure(leaf), jax.tree.structure(old)]
     if is_quantized(leaf) and forms[0] != forms[1]:

@@ -124,8 +124,8 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
 
 
 def quantized_leaf(matrix: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
-    """Quantizes a checkpoint's matrix [O, I] of this name on the host by "int8", "int4" or "ternary". Other
-    arguments are the same as in `quantize_matrix`. Matrices of experts, a list or [X, O, I], become one leaf,
+    """Quantizes a checkpoint's matrix [O, I] of this name on the host by "int8", "int4" or "ternary". It also
+    takes the other arguments of `quantize_matrix`. Matrices of experts, a list or [X, O, I], become one leaf,
     one after another. Its arrays have a first axis for experts. Raises InputError for NaN, inf or too large
     numbers.
     """
@@ -210,7 +210,7 @@ def quantize_matrix(
 
 def quantize_symmetric(matrix: np.ndarray, group: int | None = None) -> GroupedWeight:
     """Quantizes a float matrix, or the matrices of experts, to int4 with all zero points in the middle, on
-    the host. group: as in `quantize_matrix`.
+    the host. group: see `quantize_matrix`.
     """
     if matrix.ndim > 2:
         return jax.tree.map(lambda *x: np.stack(x), *(quantize_symmetric(x, group) for x in matrix))

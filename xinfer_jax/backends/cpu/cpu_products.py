@@ -48,7 +48,7 @@ def matrix_lhs_dot(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp
 
 def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: str | None = None) -> jax.Array:
     """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums of int8 are exact, so other rows
-    change no bit of a row. axis_name: as in `quantize_activations`.
+    change no bit of a row. axis_name: see `quantize_activations`.
     """
     int8_MI, factor_M1 = quantize_activations(x_MI, axis_name)
     rows = len(x_MI)

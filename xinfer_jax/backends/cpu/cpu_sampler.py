@@ -15,7 +15,7 @@ _ROWS = 8  # that are sampled at the same time
 
 
 def argmax_form(call: Call) -> Callable | None:
-    """Returns a form of `argmax`. None: few numbers, or a mesh, where XLA combines the devices' parts."""
+    """Returns a form of `argmax`. None: there are few numbers, or a mesh, whose parts XLA combines."""
     logits_BV = call.operands["logits_BV"]
     return None if logits_BV.shape[1] < LEAST or abstract_mesh_of(logits_BV) else _argmax_of_groups
 
