@@ -218,7 +218,7 @@ def hidden_states_of(
 
 
 def check_finite(name: str, vectors_ND: np.ndarray, model: Model) -> None:
-    """Raises InputError for a row with a number that is not finite. name: of a row."""
+    """Raises InputError for a row with a number that is not finite. name: the name of a row."""
     if len(broken := np.flatnonzero(~np.isfinite(vectors_ND).all(-1))):
         reason = non_finite_reason(model.params)
         raise InputError(f"{name} {broken[0]}: its hidden states are not finite: {reason}")

@@ -62,7 +62,7 @@ def format_value(value: object, most: int = 80) -> str:
 
 
 def format_names(names: Iterable[object], most: int = 3) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names, and the number of the others."""
     texts = [str(name) for name in names]
     rest = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")

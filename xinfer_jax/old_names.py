@@ -51,8 +51,8 @@ def moved_name(package: Any, name: str) -> Any:
 
 
 def _renamed(owner: str, names: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments by their new names. owner: of the arguments. An old name comes before a new one,
-    which `dataclasses.replace` gives with the present value.
+    """Returns arguments by their new names. owner: the owner of the arguments. An old name comes before a new
+    one, which `dataclasses.replace` gives with the present value.
     """
     by_old_names = {names[old]: value for old, value in given.items() if old in names}
     for old in names.keys() & given.keys():

@@ -71,7 +71,7 @@ def rerank(
 
 
 class RerankEncoder:
-    """Encodes what asks whether a document answers a query, in two parts: a query is encoded once.
+    """Encodes the prompt that asks whether a document answers a query, in two parts: a query is encoded once.
 
     Qwen's tokenizer gives both parts together the ids of the whole text: it splits texts after a newline.
     """
@@ -80,7 +80,7 @@ class RerankEncoder:
         self, model: Model, instruction: Any = None, truncate_prompt_tokens: int | None = None,
         escape: bool = True,
     ):  # fmt: skip
-        """It takes the arguments of `rerank`, and raises its errors."""
+        """Makes an encoder. It takes the arguments of `rerank`, and raises its errors."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: texts cannot be reranked")
         check_causal(model.config, "rerank")

@@ -271,7 +271,7 @@ def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
 def _stream_tokens(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> Stream:
-    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those. A grammar without a
+    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles them. A grammar without a
     tokenizer has the model's.
     """
     grammar = with_tokenizer(options.grammar, _tokenizer(model))

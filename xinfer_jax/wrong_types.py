@@ -10,7 +10,7 @@ _TO_SETTINGS = "SamplingConfig.from_hf(config.to_dict())"
 
 
 def is_of_transformers(value: object) -> bool:
-    """Returns whether a value is a config of transformers, whose `to_dict` returns its fields."""
+    """Returns True if a value is a config of transformers, whose `to_dict` returns its fields."""
     bases = type(value).__mro__
     return hasattr(value, "to_dict") and any(base.__module__.startswith("transformers.") for base in bases)
 

@@ -19,7 +19,7 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     that pad its vocabulary.
 
     Raises:
-        InputError: it has what they do not take, all in one error.
+        InputError: it has matrices that they do not take. One error names all.
     """
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")

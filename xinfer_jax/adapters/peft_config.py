@@ -129,8 +129,8 @@ def _read_in_time(*arguments: Any) -> dict[str, Module]:
 
 
 def main() -> None:
-    """The other process: writes what `_read_modules` returns, or the text of its error. It ends with its
-    parent (on Linux), after some seconds of CPU time, and if it needs much memory.
+    """Runs the other process: writes the result of `_read_modules`, or the text of its error. It ends with
+    its parent (on Linux), after some seconds of CPU time, and if it needs much memory.
     """
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (int(_SECONDS) + 1,) * 2)

@@ -156,8 +156,8 @@ def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:
 def _wanted(
     settings: Mapping[str, Any], found: Mapping[str, PeftModule], named: Mapping[str, Any]
 ) -> list[tuple[PeftModule, int, float]]:
-    """Returns the modules that an adapter changes, their ranks and factors. found: by their names in the
-    file.
+    """Returns the modules that an adapter changes, their ranks and factors. found: the tensors by their names
+    in the file.
     """
     modules = {name: module for name, module in found.items() if not module.num_experts}
     parameters = {

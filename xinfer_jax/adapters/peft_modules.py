@@ -96,7 +96,7 @@ class PeftModule(NamedTuple):
         return self._with_heads_once(max(times, default=1))
 
     def _with_heads_once(self, times: int) -> "PeftModule":
-        """times: how often each key head is there."""
+        """Returns the pair with each key head once. times: the number of copies of each key head."""
         if times < 2 or any(spec.kv_heads % times for spec in self.specs):
             return self
         specs: list[FileSpec] = []

@@ -1,4 +1,4 @@
-"""Parses a request body: prompts as token ids, options, and what the response must contain."""
+"""Parses a request body: prompts as token ids, options, and the parts that the response must contain."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ class StreamOptions:
 
 
 def pop_stream_options(body: dict[str, Any]) -> StreamOptions:
-    """Removes `stream` and `stream_options` from a body, and returns what they ask for (vLLM's meanings)."""
+    """Removes `stream` and `stream_options` from a body, and returns their meaning (vLLM's)."""
     given = Fields({name: body.pop(name, None) for name in ("stream", "stream_options")})
     streamed = given.boolean("stream")
     fields = given.mapping("stream_options")

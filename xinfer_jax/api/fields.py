@@ -1,4 +1,4 @@
-"""The fields of a body: which ones are known or served, and reading their values by type."""
+"""The fields of a body: the known and the served ones. Reads their values by type."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +80,7 @@ def with_field_names(message: object) -> str:
 
 @contextmanager
 def errors_of(param: str, prefix: str = "") -> Iterator[None]:
-    """Within, an InputError becomes a BodyError of this field. prefix: of its message."""
+    """Within, an InputError becomes a BodyError of this field. prefix: the beginning of its message."""
     try:
         yield
     except BodyError:
@@ -145,7 +145,7 @@ class Fields:
     """
 
     def __init__(self, values: dict[str, Any]):
-        """values: of the fields that are present, none of them null."""
+        """Makes the fields. values: the values of the fields that are present. None of them is null."""
         self.values = values
 
     def _checked(self, name: str, is_valid: Any, description: str) -> Any:

@@ -1,4 +1,4 @@
-"""Parses the fields that say what an answer has to be: `response_format`, and vLLM's `structured_outputs` and
+"""Parses the fields that constrain an answer: `response_format`, and vLLM's `structured_outputs` and
 `guided_*`.
 """
 

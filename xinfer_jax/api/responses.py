@@ -155,7 +155,7 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody)
 
 
 def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
-    """Returns a new parser for the answer of a chat. index: of its choice."""
+    """Returns a new parser for the answer of a chat. index: the index of its choice."""
     tools = parsed.tools
 
     def new_id(call: int) -> str:
@@ -198,8 +198,8 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
 
 
 def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequence[Any]) -> dict[str, Any]:
-    """Returns log-probabilities in the form of chat or of completions. entries: of the next tokens, which are
-    pushed to `texts`: `TokenLogprobs`, or an id without log-probabilities.
+    """Returns log-probabilities in the form of chat or of completions. entries: the entries of the next
+    tokens, which are pushed to `texts`: `TokenLogprobs`, or an id without log-probabilities.
     """
     form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
     return form(texts, entries, parsed.logprobs or 0)

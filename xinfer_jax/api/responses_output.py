@@ -208,7 +208,7 @@ def ended_fields(is_cut: bool, completed_at: int, usage: dict[str, Any]) -> dict
     Args:
         is_cut: the answer had no more room.
         completed_at: seconds since 1970.
-        usage: from `responses_usage`.
+        usage: the result of `responses_usage`.
     """
     if is_cut:
         details = dict(reason="max_output_tokens")
@@ -225,8 +225,8 @@ def responses_usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str
     """Returns the counts of tokens in this API's names.
 
     Args:
-        usage: of a chat, with `prompt_tokens_details`.
-        reasoning_tokens: of the text of the reasoning.
+        usage: the usage of a chat, with `prompt_tokens_details`.
+        reasoning_tokens: the number of tokens in the text of the reasoning.
     """
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return dict(

@@ -34,8 +34,8 @@ def parse_score_body(model: Model, body: Mapping[str, Any]) -> list[tuple[list[i
 
 
 def format_scores(body: Mapping[str, Any], logprobs: Sequence[Sequence[TokenLogprobs]]) -> dict[str, Any]:
-    """Returns the answer: each text's summed log-probability, its tokens, and whether each token was the most
-    likely.
+    """Returns the answer: each text's summed log-probability, its tokens, and, for each token, True if it was
+    the most likely.
 
     A completion without tokens has 0, 0 and true.
     """

@@ -1,4 +1,4 @@
-"""Parses the fields of tools: which functions an answer may or must call."""
+"""Parses the fields of tools: the functions that an answer may or must call."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class ToolSettings:
     tokenizer: Tokenizer
 
     def calls_or(self, answer: Grammar) -> Grammar:
-        """Returns a grammar of answers that are calls, or what another grammar says."""
+        """Returns a grammar of answers that are calls, or that follow another grammar."""
         with errors_of("tools", "tools beside a grammar: "):
             return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
 

@@ -75,7 +75,8 @@ def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
 
 def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
     """Runs carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after
-    the expert's last choice: `_add` leaves them out, and what is written of them the next tile overwrites.
+    the expert's last choice: `_add` leaves them out, and the next tile overwrites the rows that are written
+    for them.
     """
 
     def body(tile: Any, carry: Any) -> Any:
@@ -132,8 +133,8 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
 
 @in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """Returns the output, and what the backward pass needs: the operands, and gate and up of each choice, [C,
-    F].
+    """Returns the output, and the values that the backward pass needs: the operands, and gate and up of each
+    choice, [C, F].
     """
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)

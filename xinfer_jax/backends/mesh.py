@@ -120,7 +120,7 @@ def mesh_unembed_form(call: Call) -> Callable | None:
 def _vocabulary_specs(
     leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
 ) -> tuple[Any, bool]:
-    """Returns the PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
+    """Returns the PartitionSpecs of a vocabulary matrix, and True if its rows are sharded."""
     specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 

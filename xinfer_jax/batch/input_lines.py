@@ -136,7 +136,7 @@ class _DigestSet:
         self._new = set[bytes]()
 
     def add(self, value: bytes) -> bool:
-        """Adds a digest, and returns whether it was in the set before."""
+        """Adds a digest. Returns True if it was in the set before."""
         key = np.array(value, self._sorted.dtype)
         at = np.searchsorted(self._sorted, key)
         found = value in self._new or bool(at < len(self._sorted) and self._sorted[at] == key)

@@ -227,7 +227,7 @@ class _BatchRun:
         self.bar = tqdm(unit=" lines", disable=not terminal, initial=self._finished_before, total=total)
 
     def answer(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
-        """Answers the lines. After `stop` is set, only those that end within `grace` seconds."""
+        """Answers the lines. After `stop` is set, only lines that end within `grace` seconds are answered."""
         pending = dict[int, LineRequest]()
         deadline = math.inf
         max_pending = max(64, 4 * self._engine.rows)

@@ -28,8 +28,8 @@ def run_settings(
     in_order: bool,
 ) -> dict[str, Any]:
     """Returns the settings by dotted name, such as options.sampling.top_k. The number of pages is not among
-    them: it changes no answer, only how many tokens fit in a row (`room`). Nor are devices, except the sizes
-    of meshes.
+    them: it changes no answer, only the number of tokens that fit in a row (`room`). Nor are devices, except
+    the sizes of meshes.
     """
     recorded = [field.name for field in dataclasses.fields(options) if field.metadata["recorded"]]
     engine = {name: getattr(options, name) for name in recorded}

@@ -37,7 +37,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _config(config: ModelConfig) -> str:
-    """Returns the compared fields as JSON, without those at their default: so a field that a later version
+    """Returns the compared fields as JSON, without fields at their default: so a field that a later version
     adds does not change the hash of models that do not use it.
     """
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())

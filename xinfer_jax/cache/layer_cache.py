@@ -42,7 +42,7 @@ class LayerCache(ShortRepr):
         raise NotImplementedError
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """Returns bool [B]: whether rows truncated to length_B still have all that their next tokens need.
+        """Returns bool [B]: True if a row truncated to length_B still has all that its next tokens need.
 
         reached_B: the longest that each row has been.
         """

@@ -60,7 +60,7 @@ class Ring(Contiguous):
         return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """Reorders all slots: a ring is short, and those positions may wrap around its end."""
+        """Reorders all slots: a ring is short, and these positions may wrap around its end."""
         return self._map(lambda x: x[index_B])
 
 

@@ -59,7 +59,7 @@ def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
 
 
 def can_truncate(cache: KVCache, length_B: Any) -> Any:
-    """Returns bool [B]: whether rows truncated to length_B still have all that their next tokens need."""
+    """Returns bool [B]: True if a row truncated to length_B still has all that its next tokens need."""
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     possible_B: Any = True

@@ -105,7 +105,7 @@ def add_lowercase(backend: tokenizers.Tokenizer) -> None:
 
 
 def _read_transformer(path: Path) -> dict[str, Any]:
-    """Returns what the settings of the Transformer module and of its tokenizer say of texts."""
+    """Returns the settings of the Transformer module and of its tokenizer that concern texts."""
     found = (read_json(path / name) for name in _TRANSFORMER_FILES)
     settings = next(filter(None, found), {})
     task = settings.get("transformer_task", "feature-extraction")

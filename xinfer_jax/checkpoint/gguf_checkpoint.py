@@ -201,7 +201,9 @@ def _embedding(own: Mapping[str, Any]) -> EmbeddingModules | None:
 
 
 def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) -> list[str]:
-    """The pattern is the number of layers until one has no window, or says for each whether it has one."""
+    """Returns the type of each layer. The pattern in the file is the number of layers until one has no
+    window, or says for each layer whether it has one.
+    """
     pattern = own.get(_WINDOWS, period)
     layers = settings["num_hidden_layers"]
     if type(pattern) is int and pattern > 0:

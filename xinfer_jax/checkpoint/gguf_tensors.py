@@ -80,8 +80,8 @@ class InterleavedExperts:
 
 
 def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of those that
-    are not read. Raises InputError, all tensors at fault named.
+    """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of the tensors
+    that are not read. Raises InputError, which names all tensors at fault.
     """
     names = Names(_NAMES | _OWN_NAMES.get(arch, {}), (_GATE_UP,))
     own_specs = specs_by_names(config, names, _MIXER_NAMES, "blk")

@@ -166,7 +166,7 @@ class LeafLoader:
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Reads tensors of equal shape into one array. name: of the leaf, for errors."""
+    """Reads tensors of equal shape into one array. name: the name of the leaf, for errors."""
     out = aligned_empty(struct)
     for tensor, part in zip(stored, out.reshape(len(stored), *stored[0].shape), strict=True):
 

@@ -1,4 +1,5 @@
-"""Fills in what a caller of a function of a `Model` does not give: sampling settings, and the random key.
+"""Fills in the values that a caller of a function of a `Model` does not give: sampling settings, and the
+random key.
 
 `generation/README.md` has the rule. Functions of parameters and a config do not use this module.
 """

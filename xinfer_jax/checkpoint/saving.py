@@ -141,7 +141,7 @@ def _check_target(path: Path, overwrite: bool) -> None:
 
 def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[dict[str, Any], ModelConfig]:
     """Returns config.json of another checkpoint with this config, and its own config, without repeated key
-    heads. is_untied: whether it has a head.
+    heads. is_untied: True: it has a head.
     """
     settings = read_json(source / "config.json")
     if settings is None:
@@ -197,7 +197,7 @@ def _tensors(
     kept: Mapping[str, StoredTensor],
     kept_format: StoredFormat | None,
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
-    """Returns the tensors to write, by name, and what config.json says of those that are quantized.
+    """Returns the tensors to write, by name, and the settings of the quantized ones for config.json.
 
     kept, kept_format: the tensors of the checkpoint that they are named after, and its format.
     """

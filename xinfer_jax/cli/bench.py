@@ -175,7 +175,7 @@ def _quantiles(seconds: list[float] | None) -> dict[str, float]:
 
 
 def _fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], rate: str) -> dict[str, Any]:
-    """Returns the measured speed as fractions of the machine's limits at each repetition. rate: of
+    """Returns the measured speed as fractions of the machine's limits at each repetition. rate: the rate of
     matmuls.
     """
     memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]

@@ -1,5 +1,5 @@
-"""Limits of this machine, measured: how fast it reads memory and multiplies matrices. The peak memory of this
-process.
+"""Measures limits of this machine: the speed at which it reads memory and multiplies matrices. Also measures
+the peak memory of this process.
 """
 
 import contextlib

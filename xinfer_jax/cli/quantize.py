@@ -142,8 +142,8 @@ def _chunks(model: Model, texts: list[str], max_tokens: int | None = None) -> li
 
 
 def _quality_loss(model: Model, quantized: Model, texts: list[str], source: str) -> dict[str, Any]:
-    """Returns the perplexity before and after, and how often the most likely token is the same. source: of
-    the texts.
+    """Returns the perplexity before and after, and the fraction of tokens at which the most likely token is
+    the same. source: the source of the texts.
     """
     rows = _chunks(model, texts)
     with status("scoring the texts"):

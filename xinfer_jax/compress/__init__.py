@@ -10,7 +10,7 @@ Reading order:
 
 Decisions:
 
-- In int4 the vocabulary's matrix stays int8, like other 4-bit formats do it: its errors are in every logit.
+- In int4 the vocabulary's matrix stays int8: its errors are in every logit. Other 4-bit formats do the same.
 - A layer is fitted to the actual outputs of the quantized layers before it.
 - Scales are folded into norms and neighbouring matrices, so a compressed model is an ordinary one: no program
   knows of AWQ. Models whose norms or experts cannot take the scales (OLMo 3, Gemma, experts) are rejected.

@@ -308,8 +308,8 @@ def _fold_scales(layer: Params, config: ModelConfig, scales: dict[str, jax.Array
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
     """Returns float parameters of the same function, in which one in 64 input channels of every matrix has
-    activations larger by a factor, to measure what quantization loses to them. Raises InputError if the model
-    has a part with which that is not supported.
+    activations larger by a factor, to measure the loss of quantization to them. Raises InputError if the
+    model has a part that does not support this.
     """
     check_supported(config, "scales", "artificial outliers are", "leave them out")
 

@@ -1,7 +1,7 @@
 """Quantization on the device: to nearest, or by GPTQ, which compensates its own errors on a calibration text.
 
 GPTQ solves least squares twice. First the float matrix is fitted: from the outputs of the quantized layers
-before it, it shall compute what the float model computes. Then its columns are quantized in order, and later
+before it, it shall compute the outputs of the float model. Then its columns are quantized in order, and later
 columns compensate the error of each (Frantar et al. 2022).
 """
 

@@ -33,7 +33,9 @@ class AdapterStack:
     def __init__(
         self, params: Params, config: ModelConfig, number: int, rank: int, mesh: Mesh | None, create: Callable
     ):
-        """create: makes what a function returns on the devices of the parameters, if these are no mesh."""
+        """Makes the stack. create: calls a function and puts its result on the devices of the parameters, if
+        these are no mesh.
+        """
         dtype = activation_dtype(params)
         specs = row_matrices(config)
         self.paths = sorted(specs)

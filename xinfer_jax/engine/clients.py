@@ -150,7 +150,9 @@ class Clients:
             self._last_waiting = client
 
     def _forget_if_idle(self, name: str) -> None:
-        """Moves a client that became idle to the end, and forgets those idle for the longest time."""
+        """Moves a client that became idle to the end, and forgets the clients that have been idle for the
+        longest time.
+        """
         if self._clients[name].is_active:
             return
         self._clients.move_to_end(name)

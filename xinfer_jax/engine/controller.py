@@ -63,8 +63,8 @@ class Leader:
         self._call("adopt_params")
 
     def ask_for_params(self, directory: str | None) -> None:
-        """Lets `Follower.run` return in the other processes. directory: that has the new weights. None: each
-        process gives its own part.
+        """Lets `Follower.run` return in the other processes. directory: the directory with the new weights.
+        None: each process gives its own part.
         """
         self._channel.send(_UPDATE, directory)
 
@@ -91,7 +91,7 @@ class Follower:
 
     Attributes:
         wants_params: process 0 waits for this process's part of new weights.
-        directory: that has these weights. None: the caller has them.
+        directory: the directory with these weights. None: the caller has them.
     """
 
     def __init__(self, device: Device, channel: ControlChannel):

@@ -35,17 +35,17 @@ _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
 class EngineCore:
-    """Executes what the scheduler decides. One thread at a time may call it.
+    """Executes the decisions of the scheduler. One thread at a time may call it.
 
     Args:
-        device: of this process, or the `Leader` of all processes.
+        device: the `Device` of this process, or the `Leader` of all processes.
         notify: is called with requests that have new tokens, or have ended.
-        is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
-        files: for pages. None: none.
-        adapter_paths: of the matrices that adapters may change.
+        is_ready: returns True if the programs of these stages (of `Device.stages`) are compiled.
+        files: the files for pages. None: there are none.
+        adapter_paths: the paths of the matrices that adapters may change.
 
     Attributes:
-        answers: that have not ended, by their rows.
+        answers: the answers that have not ended, by their rows.
         weights: the part that replaces parameters and adapters.
     """
 
@@ -133,7 +133,7 @@ class EngineCore:
         self.scheduler.restart(row, answer.ids_with_keys)
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
-        """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
+        """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns True if there was
         anything to do. If the parameters were donated or deleted, all requests fail, and later ones too until
         `WeightSwitch.switch`.
         """
@@ -317,7 +317,7 @@ class EngineCore:
         self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
-        """Returns the running rows whose masks are not computed yet. The others wait a moment for those whose
+        """Returns the running rows whose masks are not computed yet. The others wait a moment for rows whose
         last mask came soon.
         """
         running = self.scheduler.running
@@ -364,7 +364,7 @@ class EngineCore:
         self._notify({answer.request for answer in answers.values()})
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
-        """Appends a row's tokens to its answer. Returns whether the answer has ended."""
+        """Appends a row's tokens to its answer. Returns True if the answer has ended."""
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
@@ -401,7 +401,7 @@ class EngineCore:
         self._notify([request])
 
     def _fail_without_params(self) -> bool:
-        """Fails all requests if parameters were donated or deleted. Returns whether they were."""
+        """Fails all requests if parameters were donated or deleted. Returns True if they were."""
         if not is_deleted(getattr(self.device, "params", None)):
             return False
         error = InputError(

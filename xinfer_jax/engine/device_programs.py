@@ -66,7 +66,7 @@ def paged_cache(
 
     Args:
         tables: the block table, once or for each pool.
-        lengths: [B] each: tokens of each row, tokens of its prompt and answer, whether some were dropped.
+        lengths: [B] each: tokens of each row, tokens of its prompt and answer, True if some were dropped.
     """
     states = iter(caches.states)
     pools = zip(caches.pools, itertools.cycle(tables), strict=False)
@@ -110,8 +110,8 @@ def sample_one_token(
 def decode_rows(
     executor: Executor, steps: RowSteps, arrays: tuple[DecodeState, CacheArrays], args: tuple
 ) -> tuple[DecodeState, CacheArrays, SampledTokens]:
-    """Returns the rows of all slots and their caches after the steps of a call, and what the running rows
-    sampled. args: the parameters, the rows' `Extras`, and a `RowsCall`.
+    """Returns the rows of all slots and their caches after the steps of a call, and the tokens that the
+    running rows sampled. args: the parameters, the rows' `Extras`, and a `RowsCall`.
     """
     rows, caches = arrays
     *model, call = args

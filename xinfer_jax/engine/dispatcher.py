@@ -46,8 +46,9 @@ class Dispatcher:
         wait: Callable[[], None],
         prefix_cache: bool = True,
     ):
-        """notify: is called with requests that have new tokens, or have ended. wait: waits a moment for
-        events or requests. prefix_cache: whether endpoints have one.
+        """Makes a dispatcher. notify: a function that is called with requests that have new tokens, or have
+        ended. wait: a function that waits a moment for events or requests. prefix_cache: True: endpoints have
+        one.
         """
         self.endpoints: list[Any] = []  # that have not failed
         self._notify = notify

@@ -29,8 +29,8 @@ ELSEWHERE = object()  # stands for the state and pages of a row that another eng
 
 @dataclasses.dataclass
 class _Work:
-    """An answer at an endpoint, and what the dispatcher has of it: its tokens, log-probabilities of its
-    prompt, and its end.
+    """An answer at an endpoint, and the parts of it that the dispatcher has: its tokens, log-probabilities of
+    its prompt, and its end.
     """
 
     answer: Answer
@@ -120,7 +120,7 @@ class EngineEndpoint:
         self._call_soon(ticket, cache)
 
     def drop(self, ticket: int) -> None:
-        """Ends the work for a ticket, and frees what it has here."""
+        """Ends the work for a ticket, and frees its slot and pages here."""
         if work := self._answers.get(ticket):
             self._engine.cancel(work.answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
@@ -186,12 +186,13 @@ class PrefillCore(RoleCore):
 
     @property
     def _is_live(self) -> bool:
-        """Engines that decode wait for first tokens, whether callers stream or not."""
+        """Returns True: engines that decode wait for first tokens, whether callers stream or not."""
         return True
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
-        `placement` of the engine that decodes. None: of this one. deliver: is called with the copies.
+        the `placement` of the engine that decodes. None: this engine's. deliver: a function that is called
+        with the copies.
         """
         if row not in self._prefilled:
             return

@@ -221,8 +221,8 @@ class LocalEngine(EngineLoop):
 
 
 def given_options(model: Model, options: EngineOptions | None, settings: EngineSettings) -> EngineOptions:
-    """Returns the options of an engine, with adapters that are read. settings: in place of their fields.
-    Raises InputError.
+    """Returns the options of an engine, with adapters that are read. settings: values in place of their
+    fields. Raises InputError.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {format_value(model)}")

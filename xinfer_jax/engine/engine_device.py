@@ -122,7 +122,7 @@ class Device:
             x.delete()
 
     def restore_cache(self) -> None:
-        """Allocates what `release_cache` freed, with the shardings that it had."""
+        """Allocates the arrays that `release_cache` freed, with their earlier shardings."""
         cache = self._empty_cache()
         placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
         self.pools, self.states, self._snapshots = placed
@@ -192,7 +192,7 @@ class Device:
         return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
     def put_first(self, slot: int, outputs: Any) -> None:
-        """Keeps what the last `prefill` of the row in a slot returned, for `sample_first`."""
+        """Keeps the result of the last `prefill` of the row in a slot, for `sample_first`."""
         logits = self._executor().logits(self._model, outputs)
         if self._first_outputs is None:
             self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
@@ -309,7 +309,9 @@ class Device:
             self.host.save(places, self._run(programs.GET_PAGES, self.pools, part))
 
     def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
-        """Copies what `save_pages` saved in these places, or a file had, into these pages."""
+        """Copies the contents that `save_pages` saved in these places, or that a file had, into these
+        pages.
+        """
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
             self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
@@ -445,7 +447,7 @@ class Device:
         return self._model._replace(extras=extras)
 
     def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> RunnableModel:
-        """Returns the model for all slots. variants: of those that have one."""
+        """Returns the model for all slots. variants: the variants of the slots that have one."""
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
@@ -503,7 +505,7 @@ class Device:
         return tree if self._device is None else jax.device_put(tree, self._device)
 
     def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
-        """Returns int32 [1, width], and how many of them are real [1]."""
+        """Returns the ids with padding, int32 [1, width], and the number of real ids [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
@@ -514,7 +516,7 @@ class Device:
         return paged_cache(self.config, caches, tables, self._shape.capacity, lengths)
 
     def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
-        """Keeps what a program wrote into a cache of `_cache`."""
+        """Keeps the arrays that a program wrote into a cache of `_cache`."""
         self.pools = cache_pools(cache)
         if with_states:
             self._set_states(slot, cache_states(cache))
@@ -549,7 +551,7 @@ class Device:
 
 
 def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:
-    """Returns the output without what no row asked for, which is not copied to the host."""
+    """Returns the output without the fields that no row asked for. They are not copied to the host."""
     most = max(recorded.values(), default=0)
     if most == 0:
         return out._replace(alternatives=None)

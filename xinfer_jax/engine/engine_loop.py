@@ -111,7 +111,7 @@ class EngineLoop(Engine):
             return {request.adapter for request in self._unfinished if request.adapter}
 
     def abort_unfinished(self, reason: str, adapter: HeldAdapter | None = None) -> None:
-        """Ends all requests, or those with an adapter, between two steps. reason: their `ended_by`."""
+        """Ends all requests, or the requests with an adapter, between two steps. reason: their `ended_by`."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             requests = [r for r in self._unfinished if adapter is None or r.adapter is adapter]
@@ -153,7 +153,7 @@ class EngineLoop(Engine):
     @without_mesh_context
     def step(self) -> bool:
         """Takes one step on the caller's thread: ends requests and, unless the engine is paused, prefills a
-        chunk and decodes. Returns whether there was anything to do. Ctrl-C is raised after the step, which is
+        chunk and decodes. Returns True if there was anything to do. Ctrl-C is raised after the step, which is
         complete then.
         """
         with self._step_lock, _defer_interrupts():

@@ -25,7 +25,7 @@ class ParallelEngine(Engine):
 
     Attributes:
         engines: each has its devices.
-        rows: of all together.
+        rows: the number of rows of all engines together.
     """
 
     engines: Sequence[LocalEngine] = ()  # type: ignore[assignment]  # a property of `Engine`

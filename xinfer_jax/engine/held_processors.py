@@ -132,8 +132,8 @@ def repeated(x_1: Any, rows: int) -> Any:
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
-    """Returns the arguments of one row as NumPy arrays of their own. like: of the same tree, shapes and
-    types.
+    """Returns the arguments of one row as NumPy arrays of their own. like: arguments of the same tree, shapes
+    and types.
     """
     try:
         arrays = jax.tree.map(_array, arguments)

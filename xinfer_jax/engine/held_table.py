@@ -35,7 +35,9 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     @classmethod
     def check_given(cls, given: Any, contents: str) -> Mapping[str, Any]:
-        """Returns what an engine is given, {} for None. Raises InputError if it is not a dict of names."""
+        """Returns the things that an engine is given, {} for None. Raises InputError if it is not a dict of
+        names.
+        """
         what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
         return _checked_mapping({} if given is None else given, what, cls.check_name)
 
@@ -46,7 +48,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
             raise InputError(f"the name of a {cls.noun} must be a short text, got {format_value(name)}")
 
     def find(self, name: Any) -> Held:
-        """Returns what has this name. Raises InputError if nothing has."""
+        """Returns the thing with this name. Raises InputError if there is none."""
         held = self._held
         if not isinstance(name, str) or name not in held:
             known = f"has {format_names(sorted(held), 8)}" if held else "has none"
@@ -55,7 +57,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     @property
     def in_words(self) -> str:
-        """Says what the engine holds: the end of a sentence."""
+        """Names the things that the engine holds: the end of a sentence."""
         return f"holds {format_names(self, 8)}" if self else "holds none"
 
     def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
@@ -69,7 +71,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
 
 def _checked_mapping(given: Any, what: str, check: Callable[[Any], object]) -> Mapping[str, Any]:
-    """Returns a mapping whose names pass the check. Raises InputError, which says what it must be."""
+    """Returns a mapping whose names pass the check. Raises InputError, which says which form it must have."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what}, got {format_value(given)}")
     for name in given:

@@ -21,7 +21,7 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
     noun = "tap"
 
     def __init__(self, given: Any, params: Params, config: Any):
-        """given: by name, float [D] by layer. None: none. Raises InputError."""
+        """Makes the vectors. given: for each name, float [D] by layer. None: none. Raises InputError."""
         super().__init__()
         given = self.check_given(given, "vectors by layer, as {'calm': {12: vector}}")
         if not given:
@@ -64,7 +64,9 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
 
     @staticmethod
     def _checked_factor(name: str, factor: Any) -> float:
-        """Returns a factor. Raises InputError for what is no number up to 1e6. name: of its tap."""
+        """Returns a factor. Raises InputError for a value that is no number up to 1e6. name: the name of its
+        tap.
+        """
         number = number_array(factor)
         if number is None or number.ndim or not abs(number) <= 1e6:
             raise InputError(f"tap {name}: the factor must be a number up to 1e6, got {format_value(factor)}")

@@ -43,7 +43,7 @@ class HostPages:
         self._saved = pages, contents
 
     def finish(self) -> None:
-        """Waits for what `save` copies."""
+        """Waits for the copies of `save`."""
         if self._saved is None:
             return
         pages, contents = self._saved

@@ -1,4 +1,5 @@
-"""The prefix cache beyond the device: which pages are in host memory, and which in files. Without arrays.
+"""The prefix cache beyond the device. It knows which pages are in host memory, and which are in files. It is
+plain Python, without arrays.
 
 evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pages of a row
                                        host memory ◄─ ReadPages ─ files
@@ -53,7 +54,7 @@ class HostTier:
 
     def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
         """Returns the first of these pages that are in host memory and then in files. names: other hashes of
-        the same pages, by which a file may be found. in_files: whether to look for files.
+        the same pages, by which a file may be found. in_files: True: look for files too.
         """
         host_pages = self.pool.find(hashes)
         if not in_files:
@@ -104,7 +105,7 @@ class HostTier:
         self.pool.release(read.host_pages)
 
     def load(self, host_pages: Sequence[int]) -> int:
-        """A row loads pages that were kept for it. Returns how many of them came from files for it."""
+        """Lets a row load pages that were kept for it. Returns the number of pages that came from files."""
         read = self.read & {*host_pages}
         self.read -= read
         self.pool.release(host_pages)

@@ -18,7 +18,8 @@ class Pacing:
 
     Args:
         chunk: tokens of a full chunk.
-        tokens_per_step: that a row may get in one decode step: more than 1 with draft tokens.
+        tokens_per_step: the most tokens that a row may get in one decode step. It is more than 1 with draft
+            tokens.
     """
 
     def __init__(self, chunk: int, tokens_per_step: int = 1):
@@ -62,7 +63,7 @@ class Pacing:
         self.step_seconds = seconds / max(1, steps)
 
     def _affordable_steps(self, others: bool, live: bool) -> int:
-        """Returns decode steps in the time of one step. others: whether rows wait or prefill."""
+        """Returns the number of decode steps in the time of one step. others: True: rows wait or prefill."""
         if not self.step_seconds:
             return _FIRST_STEPS
         seconds = _LONGEST_SECONDS

@@ -93,8 +93,8 @@ class PageFiles:
             _begin(self._writer, delete)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
-        """Reads into `pages`, uint8. then: is called with how many of the first ones were read, by
-        `finished`.
+        """Reads into `pages`, uint8. then: a function that `finished` calls with the number of first pages
+        that were read.
         """
         names = [self._name(page_hash) for page_hash in hashes]
 
@@ -131,7 +131,7 @@ class PageFiles:
             _begin(self._writer, self._scan)
 
     def close(self) -> None:
-        """Ends the threads after what they have begun."""
+        """Ends the threads after the work that they have begun."""
         self._reader.shutdown(wait=False)
         self._writer.shutdown(wait=False)
 

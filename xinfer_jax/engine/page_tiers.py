@@ -86,8 +86,8 @@ class PageTiers:
         return self._files.salt(salt) if self._files else salt
 
     def close(self, writes: bool) -> None:
-        """Ends reading and writing. writes: first the pages that the device still caches, those used last
-        first, for a limited time.
+        """Ends reading and writing. writes: True: first it writes the pages that the device still caches, the
+        pages that were used last first, for a limited time.
         """
         if not self._files:
             return

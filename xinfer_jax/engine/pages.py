@@ -1,4 +1,4 @@
-"""Pages of the KV cache, counted on the host: which are free, used by rows, or cached for later prompts.
+"""Pages of the KV cache, counted on the host: pages that are free, used by rows, or cached for later prompts.
 
 A page holds keys and values of `PAGE_SIZE` consecutive tokens (vLLM: a block). The prefix cache finds a full
 page by a hash of all tokens up to its end, so a page is found only after all pages before it.

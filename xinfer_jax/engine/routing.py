@@ -95,8 +95,8 @@ def create_engines(
 
 
 def create_role_engines(create: Callable[..., Any], model: Model, options: EngineOptions) -> list[Any]:
-    """Creates engines that prefill, then those that decode. If the model lies on a mesh of k devices, a list
-    of devices is taken in groups of k.
+    """Creates engines that prefill, then engines that decode. If the model lies on a mesh of k devices, a
+    list of devices is taken in groups of k.
     """
     names = ("prefill_devices", "decode_devices")
     sides = {name: _device_groups(name, getattr(options, name), model) for name in names}
@@ -137,7 +137,7 @@ def _place_params(model: Model, devices: list[jax.Device]) -> Params:
 
 
 def _device_groups(name: str, devices: Any, model: Model) -> list[list[jax.Device]]:
-    """Returns the devices of each engine of a side. name: of the argument."""
+    """Returns the devices of each engine of a side. name: the name of the argument."""
     if not is_sequence(devices) or not len(devices):
         raise InputError(
             f"{name} must be a list of devices, and so for the other side, got {format_value(devices)}"

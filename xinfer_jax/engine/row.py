@@ -1,4 +1,4 @@
-"""`Row`: one answer as the scheduler sees it, and what the scheduler tells the engine to do with it."""
+"""`Row`: one answer as the scheduler sees it. Also has the actions that the scheduler asks of the engine."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ class HeldAdapter:
     """A LoRA adapter of an engine (`Engine.add_adapter`).
 
     Attributes:
-        name: in requests.
+        name: the name in requests.
         index: its place among the adapters on the devices.
-        digest: of its contents: other contents share no pages.
-        version: of its contents: 0, and another after each `update_adapter`.
+        digest: the digest of its contents: other contents share no pages.
+        version: the version of its contents: 0, and another after each `update_adapter`.
         removed: no request may name it.
     """
 
@@ -139,7 +139,9 @@ class Row:
 
     @property
     def pages_to_continue(self) -> int:
-        """Pages that it needs soon: for its prompt or all computed tokens, and one more."""
+        """The number of pages that it needs soon: pages for its prompt or all computed tokens, and one
+        more.
+        """
         soon = num_pages_for(max(len(self.ids), self.num_computed)) + 1
         return min(num_pages_for(self.longest), soon)
 

@@ -47,11 +47,11 @@ class EngineShape(EngineOptions):
     Attributes:
         cache_dtype: a float type, or a name in the table of cache dtypes.
         processors, vectors: `HeldProcessors`, `HeldVectors`.
-        weight_bytes: of parameters and adapters.
-        page_bytes: of one page in all layers.
-        state_bytes: of one row's recurrent states in all layers. 0: the model has none.
-        snapshots: of such states, which the prefix cache keeps.
-        adapter_bytes: of all adapters.
+        weight_bytes: the bytes of parameters and adapters.
+        page_bytes: the bytes of one page in all layers.
+        state_bytes: the bytes of one row's recurrent states in all layers. 0: the model has none.
+        snapshots: the number of snapshots of such states that the prefix cache keeps.
+        adapter_bytes: the bytes of all adapters.
         num_routes: experts of a token in all layers, which are recorded with its keys. 0: they are not.
     """
 
@@ -125,8 +125,8 @@ def check_options(model: Model, options: EngineOptions) -> EngineOptions:
 
 
 def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
-    """Returns the sizes of an engine. options: from `check_options`. Raises InputError for a model, or sizes,
-    that no engine can have.
+    """Returns the sizes of an engine. options: the result of `check_options`. Raises InputError for a model,
+    or sizes, that no engine can have.
     """
     config = model.config
     check_causal(config, "an engine")

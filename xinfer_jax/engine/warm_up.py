@@ -1,5 +1,6 @@
-"""Compiling an engine's programs: those that a short greedy request needs before the engine is ready, the
-others in the background, one kind of request after another. A call waits for its own program only.
+"""Compilation of an engine's programs. The programs of a short greedy request compile before the engine is
+ready. The others compile in the background, for one kind of request after another. A call waits for its own
+program only.
 """
 
 import logging
@@ -63,7 +64,7 @@ class WarmUp:
         """Begins to compile these stages, one after another, and returns. A stage begins when a request needs
         it, or once the engine has been idle, or after some seconds: compiling takes the processors from
         requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
-        is_busy: whether the engine has requests.
+        is_busy: returns True if the engine has requests.
         """
         self._left = dict(stages)
 
@@ -126,10 +127,11 @@ class WarmUp:
 def create_device(
     params: Params, config: ModelConfig, shape: EngineShape, warm_up: bool, is_busy: Callable[[], bool]
 ) -> tuple[Device, WarmUp]:
-    """Returns a device that can answer a short greedy request, and what compiles its other programs.
+    """Returns a device that can answer a short greedy request, and the `WarmUp` that compiles its other
+    programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
-    warm_up: wait for all programs. is_busy: whether the engine has requests.
+    warm_up: True: wait for all programs. is_busy: returns True if the engine has requests.
     """
     warm = WarmUp()
     if concrete_mesh_of(params) is not None:

@@ -17,7 +17,9 @@ class WeightSwitch:
     """
 
     def __init__(self, core: Any, adapter_paths: Sequence[str]):
-        """core: `EngineCore`. adapter_paths: of the matrices that adapters may change."""
+        """Makes the switch of a core. core: `EngineCore`. adapter_paths: the paths of the matrices that
+        adapters may change.
+        """
         self._core = core
         self._adapter_paths = adapter_paths
         self.version = 0

@@ -1,5 +1,5 @@
-"""Estimates what a model needs on each device of a mesh `model=n`, which need not be here: bytes of weights,
-pages and states, and the library's own bound of temporaries.
+"""Estimates the memory of a model on each device of a mesh `model=n`, which need not be here: bytes of
+weights, pages and states, and the library's own bound of temporaries.
 """
 
 import dataclasses

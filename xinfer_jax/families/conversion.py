@@ -71,8 +71,8 @@ class TensorOfLeaves(NamedTuple):
     """A tensor of a checkpoint that is made of leaves.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the leaves.
+        shape: the shape of the tensor.
+        dtype: the dtype of the leaves.
         make: returns it, its leaves converted by a given function.
     """
 
@@ -252,7 +252,7 @@ def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
 def _join(
     spec: FileSpec, shape: Shape, leaves: list[Any], inputs_first: bool, convert: Callable[[Any], Any]
 ) -> Any:
-    """Returns the tensor that holds these leaves. spec: of one of them."""
+    """Returns the tensor that holds these leaves. spec: the spec of one of them."""
     arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
     if spec.interleaved:
@@ -293,8 +293,8 @@ def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
 
 
 def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
-    """Returns the result, divided over a mesh as the source is: eager programs may replicate it. axes: of
-    each of its axes the source's. None: it is not divided.
+    """Returns the result, divided over a mesh as the source is: eager programs may replicate it. axes: for
+    each of its axes, the axis of the source. None: the axis is not divided.
     """
     sharding = getattr(source, "sharding", None)
     if isinstance(source, jax.core.Tracer) or not isinstance(sharding, NamedSharding):

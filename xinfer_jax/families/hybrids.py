@@ -87,8 +87,8 @@ _PARTS = dict(q="query", k="key", v="value")
 
 
 def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
-    """Returns the names of a layer of linear attention. own: of z, b and a. joined: tensors with its
-    projections.
+    """Returns the names of a layer of linear attention. own: the names of z, b and a. joined: tensors with
+    its projections.
     """
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}

@@ -41,13 +41,15 @@ def attention_bias(hf: Mapping) -> dict[str, Any]:
 def with_windows(
     layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerSpec, ...]:
-    """Layers like this one, with these windows. sliding_rope: of those that have one. None: the model's."""
+    """Returns layers like this one, with these windows. sliding_rope: the RoPE of layers that have a window.
+    None: the model's.
+    """
     return tuple(layer.with_mixer(window=window, rope=sliding_rope if window else None) for window in windows)
 
 
 def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
-    """Returns the layer with attention to as many tokens after a token as before it. reach: how many. None:
-    all.
+    """Returns the layer with attention to as many tokens after a token as before it. reach: the number of
+    tokens. None: all.
     """
     if reach is None:
         return layer.with_mixer(window=None, ahead=MAX_CONTEXT)
@@ -154,7 +156,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 def with_experts(
     layers: Iterable[LayerSpec], sparse: Iterable[bool], experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers, those that are sparse with experts in place of the MLP."""
+    """Returns the layers, with experts in place of the MLP in sparse layers."""
     return tuple(
         dataclasses.replace(layer, feed_forward=experts) if is_sparse else layer
         for layer, is_sparse in zip(layers, sparse, strict=True)

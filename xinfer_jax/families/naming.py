@@ -64,7 +64,9 @@ class FileSpec(ParamSpec):
 
     @property
     def layout_name(self) -> str | None:
-        """The tensor whose shape says whether the larger one has inputs first. None: it never has."""
+        """The name of the tensor whose shape says whether the larger one has inputs first. None: it never
+        has.
+        """
         if not self.fused_name or len(self.shape) < 3 or self.interleaved:
             return None
         return self.fused_name.replace("gate_up_proj", "down_proj")
@@ -158,8 +160,8 @@ def _named(
 
 
 def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -> dict[str, Any]:
-    """Returns the fields of a leaf that this tensor may hold. rows: of each of its leaves. groups: of
-    rows.
+    """Returns the fields of a leaf that this tensor may hold. rows: the number of rows of each of its leaves.
+    groups: the number of groups of rows.
     """
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}

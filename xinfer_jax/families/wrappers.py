@@ -59,8 +59,9 @@ def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
 
 
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
-    outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
+    """Returns the settings of the text model: config.json itself, or its `text_config` with the fields that
+    only the outer object has. Images are not served: the settings of a vision model are not read. Raises
+    InputError.
     """
     outer_type = hf.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in WRAPPERS:

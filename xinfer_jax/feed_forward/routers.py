@@ -43,7 +43,7 @@ class Router:
 
     @staticmethod
     def given_or(expert_MU: jax.Array, given_BTU: jax.Array) -> jax.Array:
-        """Returns the given experts, or those that the router chose of a token with -1."""
+        """Returns the given experts. A token with -1 has the experts that the router chose."""
         given_MU = given_BTU.reshape(expert_MU.shape)
         return jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
 

@@ -126,8 +126,8 @@ class CompressedTensorsFormat(MatrixFormat):
         return [(re.compile(target[3:]), target) for target in targets]
 
     def _scheme(self, *names: str) -> Scheme:
-        """Returns the scheme of a module with these names: of the target that is its name, or else of the
-        first regular expression for it, or of its class. Raises InputError.
+        """Returns the scheme of a module with these names. It is the scheme of the target that is its name,
+        or else of the first regular expression for it, or of its class. Raises InputError.
         """
         matching = (target for pattern, target in self._patterns if any(map(pattern.match, names)))
         classes = ("Embedding", "Linear") if names[0].endswith("embed_tokens") else ("Linear",)

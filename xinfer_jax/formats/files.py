@@ -20,7 +20,7 @@ _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
 
 def file_exists(file: Path) -> bool:
-    """Returns whether the file exists.
+    """Returns True if the file exists.
 
     Raises:
         InputError: the path is a directory, a link to nothing or to itself, or a git-LFS pointer.

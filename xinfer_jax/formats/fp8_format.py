@@ -150,7 +150,9 @@ def _fill(leaf: Fp8Weight, part: ScaledTensor, first: int, at: slice) -> None:
 def scaled_numbers(
     name: str, shape: Shape, read: Read, scale: StoredTensor, layout: Any, **how: Any
 ) -> ScaledNumbers:
-    """Returns numbers that are read so. layout: of their scales, as `scale_layout` returns it."""
+    """Returns numbers that are read with these scales. layout: the layout of the scales, as `scale_layout`
+    returns it.
+    """
     (_, shared, scale_shape) = layout
     return ScaledNumbers(name, (shape[-2], shape[-1]), shared, read, read_rows(scale, scale_shape), **how)
 

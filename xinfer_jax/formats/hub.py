@@ -135,7 +135,7 @@ def checkpoint_path(
     Args:
         path_or_repo_id: None: the bundled checkpoint.
         noun: names it in errors.
-        hub: how it is found on the hub.
+        hub: options that say how it is found on the hub.
     """
     hub.check()
     if not isinstance(path_or_repo_id, str | os.PathLike | None):
@@ -218,7 +218,7 @@ def resolve_directory(
 
 
 def _describe_failure(error: Exception, hub: HubOptions) -> str:
-    """Says why a download failed, and what helps: the rest of a sentence."""
+    """Says why a download failed, and names the remedy: the rest of a sentence."""
     classes = [each.__name__ for each in type(error).__mro__]
     if {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} & {*classes}:
         from huggingface_hub import constants

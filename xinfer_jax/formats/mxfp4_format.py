@@ -2,7 +2,7 @@
 
 X_blocks, uint8 [experts, outputs, Q, 16], and X_scales, uint8 [experts, outputs, Q], stand for X [experts,
 inputs, outputs], which is gate_up_proj, with outputs of gate and up by turns, or down_proj. `weights.mxfp4`
-says what their bytes mean.
+describes the meaning of their bytes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Mxfp4Format(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "Mxfp4Format":
-        """The tensors show what is not converted."""
+        """Returns the format. The tensors show which matrices are not converted."""
         return cls()
 
     @classmethod

@@ -35,7 +35,7 @@ class ModelOptFormat(Fp8Format):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "ModelOptFormat":
-        """The tensors show what a matrix has."""
+        """Returns the format. The tensors show which scales a matrix has."""
         layers = config.get("quantized_layers") or {}
         are_layers = isinstance(layers, Mapping) and all(isinstance(x, Mapping) for x in layers.values())
         require(are_layers, "quantized_layers")

@@ -163,7 +163,8 @@ def _write_shard(
 ) -> None:
     """Header length, header and data: the library's own writer would hold all tensors once more.
 
-    errors: gets what stops the writing. Blocks are gathered all the same, which other processes wait for.
+    errors: a list that gets the error that stops the writing. Blocks are gathered all the same, which other
+    processes wait for.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -267,7 +267,7 @@ class QuantizedFormat(StoredFormat):
         raise NotImplementedError
 
     def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
+        """Reads a matrix with the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
         raise NotImplementedError
 
 

@@ -18,9 +18,9 @@ _CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_(scale|zero_point)$")  # 
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Returns the tensors by the names that the text model alone would have, and patterns with counts of
-    those that are known and not read: images and sound are not served, the layers for multi-token prediction
-    (`mtp`) do not draft, and rotary frequencies are computed.
+    """Returns the tensors by the names that the text model alone would have, and patterns with counts of the
+    tensors that are known and not read: images and sound are not served, the layers for multi-token
+    prediction (`mtp`) do not draft, and rotary frequencies are computed.
     """
     found: dict[str, StoredTensor] = {}
     skipped: Counter[str] = Counter()
@@ -41,7 +41,7 @@ def other_tensors(names: Iterable[str]) -> set[str]:
     """Returns, from the tensors that a model lacks, the ones that no family has: value heads, and scales of
     caches in 8 bits.
 
-    Any other tensor within a layer is part of what the layer computes: leaving it out would change the
+    Any other tensor within a layer is part of the layer's computation: leaving it out would change the
     result.
     """
     return {name for name in names if not name.startswith(_FAMILIES) or _CACHE_SCALE.search(name)}

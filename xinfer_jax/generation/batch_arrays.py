@@ -113,7 +113,7 @@ def _sizes(call: ValidatedCall) -> StateSizes:
 
 def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
     """Returns the rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R:
-    from `prompt_of_row`. dfas: the `Dfa` of each row's grammar, None for a row without one.
+    the result of `prompt_of_row`. dfas: the `Dfa` of each row's grammar, None for a row without one.
     """
     V = call.config.vocab_size
     R = len(prompt_R)
@@ -146,9 +146,9 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
 def settings_of_rows(
     call: ValidatedCall, sampling_B: SamplingConfig, prompt_R: np.ndarray, answer_R: np.ndarray, end_ids: int
 ) -> RowSettings:
-    """Returns the settings of rows of a call, in NumPy arrays. sampling_B: of the prompts. prompt_R,
-    answer_R: the prompt of each row, and the number of its answer. end_ids: columns for EOS ids, and stop ids
-    at the end.
+    """Returns the settings of rows of a call, in NumPy arrays. sampling_B: the settings of the prompts.
+    prompt_R, answer_R: the prompt of each row, and the number of its answer. end_ids: columns for EOS ids,
+    and stop ids at the end.
     """
     options = call.options
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)

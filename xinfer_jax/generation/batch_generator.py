@@ -1,5 +1,5 @@
 """The rows of a call of `generate` or `stream`: prefill, decode steps, the checks of the generated tokens on
-the host, and the output. `generate` and `stream` differ in how many steps they take at a time.
+the host, and the output. `generate` and `stream` differ in the number of steps that they take at a time.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ class BatchGenerator:
 
     def precompile(self) -> tuple[Compilation, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
-        compiler, and how many programs come before the first token.
+        compiler, and the number of programs that come before the first token.
         """
 
         def dry_run(compiler: Any) -> int:

@@ -17,11 +17,11 @@ class BatchMatchers:
 
     Attributes:
         matchers: `grammar.matcher.Matcher` or `DfaMatcher` of these rows.
-        dfas: of each row. None: the host writes its masks, or it has no grammar.
+        dfas: the automaton of each row. None: the host writes its masks, or it has no grammar.
     """
 
     def __init__(self, matchers: Sequence[Any]):
-        """matchers: of each row."""
+        """Makes the matchers of a call. matchers: the matcher of each row."""
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
         self.dfas = [matcher and matcher.dfa for matcher in matchers]
         self._counts = dict.fromkeys(self.matchers, 0)  # tokens that were followed
@@ -47,7 +47,7 @@ class BatchMatchers:
         return masks
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
-        """Follows what is new in each row's tokens."""
+        """Follows the new tokens of each row."""
         for row, matcher in self.matchers.items():
             matcher.append(rows[row][self._counts[row] :])
             self._counts[row] = len(rows[row])

@@ -1,5 +1,5 @@
 """Beam search as a strategy: a step scores the continuations of every beam, takes C candidates, and separates
-the sequences that ended from those that continue.
+the sequences that ended from the sequences that continue.
 
 Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
 """
@@ -77,8 +77,8 @@ class BeamSearch(Strategy):
     tail: int  # most positions in which the beams of a prompt may differ
 
     def init(self, executor: Executor, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
-        """Returns the first carry, and whether the search continues. cache: of the prompts, with these
-        outputs.
+        """Returns the first carry, and True if the search continues. cache: the cache of the prompts, with
+        these outputs.
         """
         state, continues = executor.call(_FIRST, outputs, constants[1], self)
         prompt_R = np.repeat(np.arange(len(cache.length_B), dtype=np.int32), self.beams)
@@ -106,7 +106,7 @@ def _continues(state: BeamState, request: BeamRequest) -> jax.Array:
 
 
 def _first(logits, request, search):
-    """Returns the beams after their first token, and whether the search continues."""
+    """Returns the beams after their first token, and True if the search continues."""
     logits_BV = logits_at(logits, 0)
     B, V = logits_BV.shape
     W = search.beams
@@ -125,7 +125,7 @@ def _first(logits, request, search):
 
 
 def _next(logits, state, request, search):
-    """Returns the beams after one more token, and whether the search continues."""
+    """Returns the beams after one more token, and True if the search continues."""
     logits_RV = logits_at(logits, 0)
     B, W = state.score_BW.shape
     V = logits_RV.shape[1]

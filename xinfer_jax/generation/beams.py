@@ -203,7 +203,7 @@ class BeamSearchPlan:
         return new_cache(call, call.params, call.config, call.capacity, call.rows)
 
     def prepare(self) -> Compilation:
-        """Begins to compile what the search runs, in threads."""
+        """Begins to compile the programs of the search, in threads."""
         call = self.call
 
         def dry_run(compiler: Any) -> int:

@@ -22,8 +22,8 @@ from .validation import ValidatedCall
 
 
 class Drafting:
-    """The draft model or function of a call, whose draft `check` returned. params: of the draft model. None:
-    a function proposes.
+    """The draft model or function of a call, whose draft `check` returned. params: the parameters of the
+    draft model. None: a function proposes.
     """
 
     def __init__(self, call: ValidatedCall):
@@ -63,7 +63,7 @@ class Drafting:
         return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
 
     def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
-        """Returns the draft model's cache with the prompts. cache: of `new_cache`."""
+        """Returns the draft model's cache with the prompts. cache: the result of `new_cache`."""
         tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
         return executor.prefill(RunnableModel(self.params, self._config), tokens, cache).cache
 
@@ -79,7 +79,7 @@ class Drafting:
         return cache, SpeculationState.of_rows(call.rows, draft_cache)
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
-        """Writes into the statistics how many draft tokens of the first rows were accepted."""
+        """Writes the number of accepted draft tokens of the first rows into the statistics."""
         passes_R = np.asarray(state.passes_B)[:rows]
         accepted_R = np.asarray(state.accepted_B)[:rows]
         stats.passes = passes_R.tolist()

@@ -18,7 +18,7 @@ from .state import DecodeState
 
 
 class RunnableModel(NamedTuple):
-    """A model, and what the rows of a call bring along."""
+    """A model, and the `Extras` that the rows of a call bring along."""
 
     params: Params
     config: ModelConfig

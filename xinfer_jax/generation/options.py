@@ -160,7 +160,9 @@ class GenerateOutput:
 
 
 def default_capacity(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
-    """Returns the capacity of the cache if the caller gives none. prompt_tokens: of the longest prompt."""
+    """Returns the capacity of the cache if the caller gives none. prompt_tokens: the number of tokens of the
+    longest prompt.
+    """
     return min(bucket(prompt_tokens) + bucket(max_tokens), config.context_length)
 
 

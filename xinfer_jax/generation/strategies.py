@@ -1,6 +1,6 @@
 """Decoding strategies: the interface, and plain decoding, the simplest one.
 
-A strategy says which model runs on which tokens, and what is made of the logits. It is written once, over an
+A strategy says which model runs on which tokens, and how the logits are used. It is written once, over an
 `Executor`:
 
 - The traced executor makes one program of all steps of the strategy, with the loop on the device.

@@ -105,7 +105,9 @@ class ReasoningEnd:
     """Finds the end of the reasoning in an answer."""
 
     def __init__(self, tokenizer: Any, text: str | None):
-        """text: after which it ends. None: with the header of Harmony's channel `final`."""
+        """Makes a finder. text: the text after which the reasoning ends. None: it ends with the header of
+        Harmony's channel `final`.
+        """
         self._tokenizer = tokenizer
         self._text = text
         self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which the end stands

@@ -1,4 +1,4 @@
-"""`Grammar` and what makes one: `json_schema`, `json_object`, `regex`, `lark`, `choice`."""
+"""`Grammar` and the functions that make one: `json_schema`, `json_object`, `regex`, `lark`, `choice`."""
 
 import dataclasses
 import json

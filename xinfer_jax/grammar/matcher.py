@@ -65,7 +65,7 @@ class CompiledGrammar:
 
 @dataclasses.dataclass
 class DfaMatcher:
-    """Checks on the host what an answer sampled by its automaton on the device."""
+    """Checks on the host the tokens that an answer sampled by its automaton on the device."""
 
     dfa: Dfa
     _end_ids: Sequence[int]
@@ -107,8 +107,8 @@ class Matcher:
     dfa = None
 
     def __init__(self, masks: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
-        """masks: `LocalMasks`, or what has its methods. waits_for: before it every token may come, but an EOS
-        id only after a call.
+        """Makes a matcher. masks: `LocalMasks`, or an object with its methods. waits_for: the end of the
+        reasoning. Before it every token may come, but an EOS id only after a call.
         """
         self._masks = masks
         self._size = vocab_size

@@ -138,7 +138,7 @@ class _Job:
 
 
 class _CrashError(Exception):
-    """The process has ended. number: by this signal."""
+    """The process has ended. number: the signal that ended it."""
 
     def __init__(self, number: int):
         self.number = number

@@ -288,7 +288,9 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """Returns a pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
+    """Returns a pattern in Rust's syntax with the classes of ECMA-262, without characters that no string
+    has.
+    """
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0

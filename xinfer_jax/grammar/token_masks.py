@@ -130,7 +130,9 @@ def check_allowed(is_allowed: bool) -> None:
 
 
 def error_words(error: str) -> str:
-    """Returns llguidance's words, without what it repeats, the place in it, and its own measures."""
+    """Returns llguidance's words, without the text that it repeats, the place in the text, and its own
+    measures.
+    """
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]

@@ -66,7 +66,7 @@ def quick_seconds(compiles: bool, masks: int) -> float:
 
 
 class Turns:
-    """The slots, and what is known of clients and grammars. The caller holds the lock.
+    """The slots, and the facts that are known about clients and grammars. The caller holds the lock.
 
     A job has a client, a name, the key of its grammar, and `quick_seconds`.
     """

@@ -55,7 +55,7 @@ class TokenSearch:
 
 
 def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
-    """Keeps a value as the latest one, and of all those before it as many as may be."""
+    """Keeps a value as the latest one, and drops the oldest values if there are too many."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > most:

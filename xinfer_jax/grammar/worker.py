@@ -45,7 +45,9 @@ class Jobs:
     """Does the jobs of a slot. Its process may end at any job: all that it keeps can be made again."""
 
     def __init__(self, tokens: list[bytes], special: list[int], tokenizer: Any):
-        """tokenizer: from `make_tokenizer`. None: llguidance is not installed."""
+        """Makes the jobs of a process. tokenizer: the result of `make_tokenizer`. None: llguidance is not
+        installed.
+        """
         self._tokens = tokens
         self._special = special
         self._tokenizer = tokenizer

@@ -48,8 +48,8 @@ class Precompiler:
         return seen is not None and seen[0].done() and not _has_failed(seen[0])
 
     def compile_all(self, dry_run: Callable[[], Any]) -> None:
-        """Compiles what a dry run needs, and waits for it. Raises what made one of its programs fail, once
-        the others are compiled.
+        """Compiles the programs that a dry run needs, and waits for them. Raises the error of a program that
+        failed, once the others are compiled.
         """
         with self._dry_run_lock:
             self._used = []
@@ -96,7 +96,9 @@ class Precompiler:
         self._seen.clear()
 
     def stop(self, wait: bool) -> None:
-        """Cancels what has not begun. wait: for what runs, so that jax's cache gets it whole."""
+        """Cancels compilations that have not begun. wait: True: wait for the ones that run, so that jax's
+        cache gets them whole.
+        """
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def wait(self, programs: int | None = None) -> None:
@@ -164,8 +166,8 @@ def shape_struct(x: Any) -> Any:
 
 
 def call_signature(tree: Any) -> tuple:
-    """Returns the structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by
-    `==`, so those that differ in EOS ids share their programs.
+    """Returns the structure of a pytree, and the result of `shape_struct` for each leaf. Configs are compared
+    by `==`, so configs that differ only in EOS ids share their programs.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_config)
     return structure, *(

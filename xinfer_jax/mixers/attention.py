@@ -30,7 +30,9 @@ class Scoring(NamedTuple):
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that queries see: those up to their own positions that are valid and of their segment."""
+    """The keys that queries see: keys up to their own positions that are valid and belong to their
+    segment.
+    """
 
     start_B: Any  # position of each row's first query; None: 0 for every row
     length_B: Any  # number of valid keys per row
@@ -105,9 +107,9 @@ def blocked_attention(
     """Computes attention in plain jnp.
 
     Args:
-        visible: with `start_B`.
+        visible: the visible keys, with `start_B`.
         static: loops have fixed bounds, which have a reverse-mode gradient.
-        attend: for a block of queries. None: `query_block`.
+        attend: the function for a block of queries. None: `query_block`.
     """
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
@@ -150,7 +152,7 @@ def query_block(
     """Computes attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
-        row: of the cache, that the queries are of. None: of all rows.
+        row: the row of the cache to which the queries belong. None: all rows.
         decode_block: keys per loop step for a single query.
     """
     start_B, length_B, first_BT = visible

@@ -64,11 +64,11 @@ class Mixer:
         """Returns the output, [B, T, D], and the cache with the new tokens.
 
         Args:
-            params: of the layer.
+            params: the parameters of the layer.
             x_BTD: hidden states.
             positions: `Positions` of the call.
             cache: a `LayerCache` of the tokens before. None: these tokens are the first ones.
-            run_config: how the program is made.
+            run_config: the settings of the program.
             before: a norm of the hidden states, which comes first.
             residual: is added to the output, [B, T, D].
         """
@@ -112,9 +112,9 @@ class Mixer:
         """Returns the operands of the kernels of a call, as their selectors take them, by the kernel's name.
 
         Args:
-            params: of the layer.
-            rows: of the call.
-            dtype: of the activations.
+            params: the parameters of the layer.
+            rows: the number of rows of the call.
+            dtype: the dtype of the activations.
             cache: the shapes of the cache that it uses.
         """
         return {}

@@ -40,7 +40,7 @@ class Recurrent(StateCache):
     def empty(
         shapes: tuple[tuple[int, ...], ...], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "Recurrent":
-        """Returns the state of rows without tokens: zeros. shapes: of `state_shapes`."""
+        """Returns the state of rows without tokens: zeros. shapes: the result of `state_shapes`."""
         arrays = [jnp.zeros((batch, *shape), np.float32) for shape in shapes]
         *inputs, state = shard_heads(arrays, mesh)
         return Recurrent(tuple(inputs), state, capacity)

@@ -14,8 +14,8 @@ HeadNorms = tuple[Norm, Norm]  # of each head of queries and keys
 
 
 def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
-    """Returns queries and keys after their norms and RoPE, and the values. norms: of the heads. None: there
-    are none. angles: cos and sin. None: no RoPE.
+    """Returns queries and keys after their norms and RoPE, and the values. norms: the norms of the heads.
+    None: there are none. angles: cos and sin. None: no RoPE.
     """
     q_BTNH, k_BTKH, v_BTKH = norm_heads(qkv, norms)
     if angles is None:

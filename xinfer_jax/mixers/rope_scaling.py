@@ -56,7 +56,9 @@ def longrope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: j
 
 
 def llama3_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Returns the frequencies of Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept,
+    and the ones between are interpolated.
+    """
     # Full rotations within the original context.
     rotations = rope.original_max_position_embeddings * inverse_P / np.float32(2 * math.pi)
     low = rope.low_freq_factor

@@ -54,7 +54,7 @@ class ShortConvCache(StateCache):
     def empty(
         shape: tuple[int, int, int], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "ShortConvCache":
-        """Returns the inputs of rows without tokens: zeros. shape: of a row, [K, W, H]."""
+        """Returns the inputs of rows without tokens: zeros. shape: the shape of a row, [K, W, H]."""
         inputs = shard_heads(jnp.zeros((batch, *shape), np.float32), mesh)
         return ShortConvCache(inputs, shape[1], capacity)
 

@@ -11,7 +11,9 @@ from ..errors import InputError, format_value
 
 
 def check_function(name: str, value: Any) -> None:
-    """Raises InputError unless it is None or a function that a program can be known by: with a hash."""
+    """Raises InputError unless it is None or a function that a program can be known by, because it has a
+    hash.
+    """
     try:
         is_right = value is None or (callable(value) and hash(value) is not None)
     except TypeError:

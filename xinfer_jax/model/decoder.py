@@ -210,7 +210,7 @@ def embed_inputs(
     run_config: RunConfig,
 ) -> tuple[jax.Array, Positions, tuple[LayerInputs, ...]]:
     """Returns the input of the first layer, [B, T, D], the positions, and the inputs of each layer. The cache
-    is used only for the lengths, and to know whether it records routes.
+    is used only for the lengths, and to find out if it records routes.
     """
     tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
     B, T = tokens_BT.shape

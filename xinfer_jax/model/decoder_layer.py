@@ -67,7 +67,7 @@ def run_layer(
     caches: tuple[Any, ...],
     run_config: RunConfig,
 ) -> LayersOutput:
-    """Runs one layer, or the half of it that `run_config` names. caches: of its mixers."""
+    """Runs one layer, or the half of it that `run_config` names. caches: the caches of its mixers."""
     plain = functools.partial(_run_layer, config=config, kind=kind, run_config=run_config)
     operands = dict(layer=layer, x_BTD=x_BTD, positions=positions, inputs=inputs, caches=caches)
     form = chosen_form("decoder_layer", Call(plain, operands, dict(config=config), run_config))
@@ -130,7 +130,7 @@ _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "run_confi
 
 
 def layer_runner(run_config: RunConfig) -> Callable[..., LayersOutput]:
-    """Returns `run_layer`, of which the backward pass stores what `RunConfig.remat` says."""
+    """Returns `run_layer`, for which the backward pass stores the values that `RunConfig.remat` names."""
     remat = run_config.remat
     if remat is None:
         return _JITTED_LAYER

@@ -1,4 +1,4 @@
-"""Routes of mixtures of experts: which experts each token uses in each layer, given or recorded."""
+"""Routes of mixtures of experts: the experts that each token uses in each layer, given or recorded."""
 
 from collections.abc import Sequence
 from typing import Any

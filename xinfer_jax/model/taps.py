@@ -146,7 +146,7 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
 
 def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
     """Returns the taps by pairs in a dict. Raises InputError if they are no `Tap`s, or one reads: `function`
-    does not return what it reads.
+    does not return the values that it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):

@@ -24,7 +24,7 @@ class Kernel(NamedTuple):
 
 
 def always(form: Callable) -> Callable:
-    """Returns what gives this form for every call: an entry of `plugins.TABLE`."""
+    """Returns an entry of `plugins.TABLE` that gives this form for every call."""
     return lambda call: form
 
 

@@ -84,8 +84,8 @@ def by_position(function: Callable, names: Iterable[str]) -> Callable:
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
-    """Returns the tree of arrays that `what` has made: reverse mode raises InputError there, forward mode
-    passes.
+    """Returns the tree of arrays that `what` has made. For it reverse mode raises InputError, and forward
+    mode passes.
     """
 
     def mark(x: Any) -> Any:

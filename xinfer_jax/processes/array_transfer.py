@@ -41,8 +41,8 @@ class ArrayTransfer:
 
     def offer(self, tree: Any, send: Callable[[int, np.ndarray], None]) -> list[Any]:
         """Makes arrays of this process ready for one pull by another, until `withdraw` or until they expire.
-        Returns what that process gives to `pull`. send: sends the bytes of the array of this number, if
-        there is no server.
+        Returns the offer that the other process gives to `pull`. send: a function that sends the bytes of the
+        array of this number, if there is no server.
         """
         leaves = [_without_key(x) for x in jax.tree.leaves(tree) if x.size]  # an empty one never arrives
         if self._server is None:

@@ -181,7 +181,9 @@ class Listener:
     """
 
     def __init__(self, server: socket.socket, receive: Receive, secret: bytes):
-        """Accepts from now on. server: from `listen`. receive: of the channels. secret: of the run."""
+        """Accepts connections from now on. server: the result of `listen`. receive: the function that the
+        channels call. secret: the secret of the run.
+        """
         self.rejected = 0  # connections that did not know the secret
         self._server = server
         self._on_message = receive

@@ -85,7 +85,9 @@ class ControlChannel:
         return value
 
     def agree(self, problem: str) -> str:
-        """Returns what is wrong in one of the processes. "": nothing. All call it, each with its problem."""
+        """Returns the problem of one of the processes. "": there is none. All call it, each with its
+        problem.
+        """
         if not self._leads:
             self.send("problem", problem)
         for _ in self._channels if self._leads else ():

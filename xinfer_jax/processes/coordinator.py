@@ -36,7 +36,9 @@ class Coordinator:
     """Receives messages from all parents, compares their settings, and sends all the start and the end."""
 
     def __init__(self, member: GroupMember, seconds: int, secret: bytes):
-        """member: process 0. seconds: for all processes to connect. secret: of the run."""
+        """Makes the coordinator. member: process 0. seconds: the time for all processes to connect. secret:
+        the secret of the run.
+        """
         self._member = member
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
@@ -137,8 +139,8 @@ class Coordinator:
 
 
 def find_difference(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a message about the first setting that differs between processes. "": none does. settings: by
-    the name of each process.
+    """Returns a message about the first setting that differs between processes. "": none does. settings: the
+    settings by the name of each process.
     """
     first, *others = settings
     for other in others:

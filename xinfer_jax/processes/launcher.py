@@ -42,7 +42,7 @@ def distributed_args() -> dict[str, Any]:
 
 
 def become_child() -> bool:
-    """Returns whether a parent started this process. Then its log has its standard streams, and it ends with
+    """Returns True if a parent started this process. Then its log has its standard streams, and it ends with
     its parent.
     """
     if _CHILD not in os.environ:

@@ -27,7 +27,7 @@ def sign(secret: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Returns whether a host is this machine's own address, which no other machine can reach."""
+    """Returns True if a host is this machine's own address, which no other machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

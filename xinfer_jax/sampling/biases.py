@@ -25,7 +25,7 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
     """Returns the arrays of the settings that are lists, as `settings_per_row` has them.
 
     Args:
-        lists: of each setting: its values for all rows, or of each row.
+        lists: for each setting its values for all rows, or its values of each row.
         batch: B.
         vocab_size: V.
 

@@ -1,4 +1,4 @@
-"""Callers' functions between logits and tokens: `LogitsProcessor`, and what `Context.callers` is made of."""
+"""Callers' functions between logits and tokens: `LogitsProcessor`, and the parts of `Context.callers`."""
 
 import dataclasses
 import itertools

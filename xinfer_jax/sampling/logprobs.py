@@ -135,7 +135,7 @@ def if_wanted(
 def output_fields(
     recorded: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
 ) -> dict[str, list[Any]]:
-    """Returns what was recorded as fields of `GenerateOutput`: one entry per row, on the host."""
+    """Returns the records as fields of `GenerateOutput`: one entry per row, on the host."""
     found: dict[str, list[Any]] = {}
     if recorded.id_BTA.shape[-1]:
         found["alternatives"] = token_logprob_rows(recorded, tokens_BT, logprobs_BT, length_B)

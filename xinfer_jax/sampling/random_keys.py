@@ -75,7 +75,7 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> n
     """Returns the key data, uint32 [R, 2], of rows that answer prompts. No program is compiled for it.
 
     Args:
-        key: from `check_key`: one, into which the prompt's number is folded, or one per prompt.
+        key: a result of `check_key`: one key, into which the prompt's number is folded, or one per prompt.
         prompt_R: int32, which prompt each row answers.
         answer_R: int32, number of the answer to that prompt. It is folded in, except for 0.
     """

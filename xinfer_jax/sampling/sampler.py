@@ -252,7 +252,7 @@ def warp_logits(
 
     Args:
         logits_BV: float32. Rows at temperature 0 are returned unchanged.
-        sampling_B: from `settings_per_row`.
+        sampling_B: settings from `settings_per_row`.
         zero_B1: subtracted from each row's logits before the division by the temperature.
         min_tokens_to_keep: number of tokens of each row that stay in any case (transformers' name).
         draw: keys and positions of the rows, by which XTC draws. None: without XTC.

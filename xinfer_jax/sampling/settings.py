@@ -1,5 +1,6 @@
 """The sampling settings, one entry each. From an entry follow the arrays of rows, the check of values, the
-field of bodies, the flag, the setting of generation_config.json, and whether beams reject it.
+field of bodies, the flag, and the setting of generation_config.json. An entry also says whether beams reject
+the setting.
 
 It imports no jax, since commands check their flags before they do.
 """

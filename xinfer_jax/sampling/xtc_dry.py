@@ -49,8 +49,8 @@ def dry(logits_BV: jax.Array, settings: SettingsOfRows, context: Context) -> jax
 
     Args:
         logits_BV: float32.
-        settings: of each row.
-        context: with the row's tokens in order.
+        settings: the settings of each row.
+        context: the context, with the row's tokens in order.
     """
     s = settings
     history_BS: Any = context.history_BS

@@ -28,7 +28,7 @@ _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded 
 
 
 class ChoiceStream:
-    """One choice of a streamed response: formats what is new of one answer."""
+    """One choice of a streamed response: formats the new part of one answer."""
 
     def __init__(self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer):
         self._index = index
@@ -90,7 +90,7 @@ class ChoiceStream:
         return None if is_empty else choice, more
 
     def _next_entries(self, echo: list[Any], over: bool) -> tuple[list[Any], bool]:
-        """Returns the next entries with log-probabilities, and whether no more are known."""
+        """Returns the next entries with log-probabilities, and True if no more are known."""
         if self._parsed.logprobs is None:
             return [], True
         of_answer = self.answer.alternatives if self._parsed.max_tokens else []
@@ -123,7 +123,7 @@ class ChoiceStream:
 
 
 def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
-    """Returns the fields of a chunk's delta: those that are not empty."""
+    """Returns the fields of a chunk's delta that are not empty."""
     fields: dict[str, Any] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
     if delta.content:
         fields["content"] = delta.content

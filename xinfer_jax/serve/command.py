@@ -233,7 +233,7 @@ def _check_admin_flags(flags: Any, has_keys: bool) -> None:
 
 
 def _check_names(adapters: Any, *names: str) -> None:
-    """names: of the model."""
+    """names: the names of the model."""
     for name in names:
         if name in adapters:
             flag = f"--adapter={name}={adapters[name]}"
@@ -385,7 +385,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connection_limits(flags: Any) -> tuple[int, int]:
-    """Returns the limits of open connections: in all, and of one address."""
+    """Returns the limits of open connections: in total, and for one address."""
     files = _raise_file_limit(max(2 * _MAX_CONNECTIONS, _RESERVED_FILES + (flags.max_connections or 0)))
     most = flags.max_connections or max(1, min(_MAX_CONNECTIONS, files // 2))
     if flags.max_connections and most > files - _RESERVED_FILES:

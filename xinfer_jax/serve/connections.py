@@ -98,7 +98,8 @@ class Connections:
 class Connection(H11Protocol):
     """One connection. It is closed if the head of a request, the first or a later one, does not arrive in
     time, and aborted if the client stops reading: uvicorn would keep the response in memory forever. It is
-    also closed if the client sends what `LimitedParser` rejects, or too much of a body after its response.
+    also closed if the client sends data that `LimitedParser` rejects, or too much of a body after its
+    response.
     """
 
     conn: LimitedParser
@@ -182,7 +183,7 @@ class Connection(H11Protocol):
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Rejects what is no request, and closes the connection."""
+        """Rejects data that is no request, and closes the connection."""
         error = self.conn.error
         assert error is not None
         if self.cycle is not None and not self.cycle.response_complete:

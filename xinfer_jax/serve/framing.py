@@ -1,5 +1,6 @@
-"""Limits on what clients make the event loop read and parse. `LimitedParser` bounds heads, trailers, chunks,
-and the work of one read. `Backlog` shares further work among addresses, in a small part of the loop's time.
+"""Limits on the data that clients make the event loop read and parse. `LimitedParser` bounds heads, trailers,
+chunks, and the work of one read. `Backlog` shares further work among addresses, in a small part of the loop's
+time.
 
 Needs h11 0.16 or newer: `_receivebuffer`, and `Connection._receive_buffer`.
 """

@@ -39,8 +39,8 @@ def is_within(host: str, trusted: Networks) -> bool:
 
 
 def address_group(host: str) -> str:
-    """Returns the name under which an address is counted: of IPv6 its /64, which one host often has as a
-    whole.
+    """Returns the name under which an address is counted. For IPv6 it is the /64, which one host often has as
+    a whole.
     """
     try:
         address = _peer_address(host)

@@ -49,7 +49,7 @@ class PeerWorker:
     def __init__(
         self, engine: LocalEngine, address: tuple[str, int], secret: bytes, log: Callable[[str], None]
     ):
-        """Connects to the front process, and says who this is. engine: with a role and a thread."""
+        """Connects to the front process, and says who this is. engine: an engine with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
         self._work: dict[int, _Work] = {}  # by ticket

@@ -52,7 +52,7 @@ class ResponsesAnswer:
         """Yields the events of a stream, and None whenever nothing is new for a while.
 
         Args:
-            chunks: of the chat.
+            chunks: the chunks of the chat.
             count_usage: calls a function that returns the usage, in a thread.
             chat_usage: the usage of the chat, at its end.
         """

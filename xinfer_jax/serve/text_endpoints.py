@@ -67,7 +67,7 @@ class TextEndpoints:
         return await self._respond(request, self._embed)
 
     async def rerank(self, request: HTTPRequest) -> Response:
-        """Documents, those first that answer a query best."""
+        """Sorts documents, with the ones first that answer a query best."""
         self._check_one_process("/rerank")
         return await self._respond(request, self._rerank)
 
@@ -226,7 +226,9 @@ class TextEndpoints:
 
 
 def _check_known(path: str, body: dict[str, Any], known: set[str], model: Model | None = None) -> None:
-    """Raises BodyError for a field that is not known. model: that must have weights in this process."""
+    """Raises BodyError for a field that is not known. model: the model, which must have weights in this
+    process.
+    """
     if model is not None and not isinstance(model.params["final_norm"], jax.Array):
         raise APIError(404, f"{path} is not served by a process without weights")
     if others := sorted(body.keys() - known):

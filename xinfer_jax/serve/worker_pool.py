@@ -79,8 +79,8 @@ class FairLock:
 
 
 class WorkerPool:
-    """Runs the jobs of one server: of a client one small and one large job at a time, of all clients few
-    large ones. So a small job does not wait for a large one.
+    """Runs the jobs of one server. It runs one small and one large job of a client at a time, and few large
+    jobs of all clients. So a small job does not wait for a large one.
     """
 
     def __init__(self) -> None:

@@ -138,7 +138,7 @@ def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | Non
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
     """Raises ContextLengthError if the text's length alone shows that it has more than `limit` tokens:
-    tokenizing such a text could take long. name: of the text.
+    tokenizing such a text could take long. name: the name of the text.
     """
     if len(text) > _CHARS_PER_TOKEN * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
         raise ContextLengthError(

@@ -33,7 +33,7 @@ class ControlTokenEscaper:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str):
-        """template: that will be rendered."""
+        """Makes an escaper. template: the template that will be rendered."""
         self._tokenizer = tokenizer
         self._control, self._special = _control_tokens(tokenizer, template)
         self._marker = "".join(secrets.choice("0123456789") for _ in range(24))  # templates keep digits

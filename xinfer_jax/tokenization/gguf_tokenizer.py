@@ -222,7 +222,7 @@ def _list(found: Mapping[str, Any], name: str, kind: type) -> list[Any]:
 
 
 def _vocabulary(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """Ids of tokens, without those that only fill rows of the embedding."""
+    """Returns ids of tokens, without the ones that only fill rows of the embedding."""
     is_filling = lambda i: kinds[i] == _UNUSED and tokens[i] == f"[PAD{i}]"  # noqa: E731
     return {token: i for i, token in enumerate(tokens) if not is_filling(i)}
 

@@ -103,7 +103,7 @@ PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 
 def transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """Returns a transform with what the scope has in its places, like {content.name}."""
+    """Returns a transform with the values of the scope in its places, like {content.name}."""
     if isinstance(transform, Mapping):
         return {key: transformed(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):

@@ -1,4 +1,4 @@
-"""`find_template_tools`: whether a chat template uses tools, and how it writes calls of them."""
+"""`find_template_tools` finds out whether a chat template uses tools, and how it writes calls of them."""
 
 import dataclasses
 import functools

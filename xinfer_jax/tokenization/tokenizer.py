@@ -261,7 +261,9 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises into InputError. A panic of it is not even an Exception."""
+    """Turns errors of the tokenizers library into InputError. A panic of the library is not even an
+    Exception.
+    """
     try:
         yield
     except (TypeError, KeyboardInterrupt, SystemExit):

@@ -220,8 +220,8 @@ def _follow_class(
 
 
 def _set_if_alike(backend: tokenizers.Tokenizer, rules: _Rules) -> bool:
-    """Sets the rules of a class unless they split words in other places than the tokenizer does. Returns
-    whether they are set.
+    """Sets the rules of a class unless they split words in other places than the tokenizer does. Returns True
+    if they are set.
     """
     if not isinstance(backend.model, models.BPE):
         return False

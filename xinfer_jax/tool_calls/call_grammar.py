@@ -41,8 +41,8 @@ def marked_calls(
     """Returns the grammar of answers that are calls between two marks.
 
     Args:
-        rules: of the functions, which are f0, f1, and so on.
-        count: of functions.
+        rules: the rules of the functions, which are f0, f1, and so on.
+        count: the number of functions.
         several: there may be more than one call.
         marks, separator: the expressions around a call and between two calls.
     """

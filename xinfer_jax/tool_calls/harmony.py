@@ -136,7 +136,7 @@ class HarmonyParser:
         return self._kind == "content"
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """Returns the new reasoning, the new content, and what is new of each call. ended: this is the last
+        """Returns the new reasoning, the new content, and the new part of each call. ended: this is the last
         part.
         """
         self._reasoning = []
@@ -229,7 +229,7 @@ class HarmonySplitter:
         self._parser = HarmonyParser(ToolCallParser([HARMONY], None, None, str), None, header)
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """Returns the new parts, each with whether it is content."""
+        """Returns the new parts, each with True if it is content."""
         parts = []
         for part in _MARK_OR_TEXT.findall(text):
             parts.append((part, self._parser.in_content))

@@ -71,7 +71,9 @@ class JSONCallParser(CallParser):
         self.name = None if self.failed else str(name)
 
     def _end(self) -> str:
-        """Checks the whole object. Returns what is left of the arguments: all, if their key came first."""
+        """Checks the whole object. Returns the rest of the arguments. It is all of them if their key came
+        first.
+        """
         try:
             call = parse_json(self._text[: self.length])
             return self._end_call(call)
@@ -136,7 +138,7 @@ def json_call_rules(parameters: Mapping[str, Mapping[str, Any]], key: str) -> li
 
     Args:
         parameters: the schema of each function's parameters.
-        key: of the arguments in a call.
+        key: the key of the arguments in a call.
     """
     rules = []
     for i, (name, schema) in enumerate(parameters.items()):

@@ -15,7 +15,9 @@ class Functions:
     """The functions that may be called."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None):
-        """schemas: of the parameters of each function. None: any function may be called."""
+        """Makes the functions. schemas: the schema of the parameters of each function. None: any function may
+        be called.
+        """
         self.schemas = schemas
         self._parameters: dict[str, Parameters] = {}
 
@@ -102,7 +104,9 @@ class Parameters:
         return found
 
     def _parts(self, schema: Any, keys: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-        """The schema and those that it combines by $ref and these keywords, each of them once."""
+        """Yields the schema and the schemas that it combines by $ref and these keywords, each of them
+        once.
+        """
         pending = [schema]
         references = set[str]()
         while pending:

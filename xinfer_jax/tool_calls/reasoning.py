@@ -38,7 +38,7 @@ class ReasoningParser:
         return self._state in ("before content", "content")
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """Returns the new reasoning, the new content, and what is new of each call. ended: this is the last
+        """Returns the new reasoning, the new content, and the new part of each call. ended: this is the last
         part.
         """
         reasoning, content = self._split(text, ended)
@@ -106,7 +106,7 @@ class ReasoningSplitter:
         self._unknown = ""  # may be the beginning of <think>, or content
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """Returns the new parts, each with whether it is content. ended: this is the last text."""
+        """Returns the new parts, each with True if it is content. ended: this is the last text."""
         _, content, _ = self._parser.push(text, ended)
         text = self._unknown + text
         self._unknown = "" if self._parser.found or self._parser.has_content else text

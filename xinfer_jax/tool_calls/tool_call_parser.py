@@ -82,7 +82,7 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
 
     def push(self, text: str, ended: bool) -> tuple[str, list[ToolCallDelta]]:
-        """Returns the new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new content, and the new part of each call. ended: this is the last part."""
         self._content = []
         self._deltas = []
         text = self._pending + text
@@ -98,7 +98,7 @@ class ToolCallParser:
         """Called after each step of `push`, with the number of characters that are left for the next one."""
 
     def add(self, name: str, arguments: str) -> list[ToolCallDelta]:
-        """Adds a complete call. Returns what is new: nothing, if there are enough calls."""
+        """Adds a complete call. Returns the new part, or nothing if there are enough calls."""
         if len(self.calls) == self._most_calls:
             return []
         own = self._new_id(self._num_indices)
@@ -162,8 +162,8 @@ class ToolCallParser:
         return calls
 
     def begin(self, form: ToolCallForm, mark: str = "", name: str | None = None) -> None:
-        """The text from here on is a call. mark: the text before it that is content if it is none. name: of
-        the function, if a header has it.
+        """Begins a call with the text from here on. mark: the text before it that is content if it is none.
+        name: the name of the function, if a header has it.
         """
         self._call = _Call(mark, len(mark), form, form.parser(self._functions))
         self._call.parser.name = name

@@ -75,7 +75,7 @@ def _object_schema(schema: Any) -> dict[str, Any] | None:
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the schema of each function's parameters, by name. tools: from `check_tools`."""
+    """Returns the schema of each function's parameters, by name. tools: the result of `check_tools`."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 

@@ -70,7 +70,7 @@ class AdaptedWeight(WeightLeaf):
         return jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
 
     def check_rows(self, x: jax.Array) -> None:
-        """Raises InputError if the rows of x are not those that have adapters."""
+        """Raises InputError if the rows of x are not the rows that have adapters."""
         if self.adapter_B is not None and len(self.adapter_B) != len(x):
             raise InputError(
                 f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"

@@ -122,7 +122,9 @@ class GroupedWeight(RotatedWeight):
 def grouped_struct(
     shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
 ) -> GroupedWeight:
-    """Returns shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: with an order."""
+    """Returns shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: True: it has an
+    order.
+    """
     (outputs, inputs) = shape
     struct: Any = jax.ShapeDtypeStruct
     Q = -(-inputs // J)
@@ -137,7 +139,7 @@ def grouped_struct(
 
 
 def group_size(shape: tuple[int, ...], bits: int) -> int:
-    """Returns how many inputs of a matrix [O, I] share a scale by default."""
+    """Returns the number of inputs of a matrix [O, I] that share a scale by default."""
     if min(shape) <= _SMALL:
         return _SMALL_GROUP[bits]
     return GROUP if bits == 4 else shape[1]

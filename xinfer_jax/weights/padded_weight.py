@@ -65,7 +65,7 @@ class PaddedWeight(WeightLeaf):
 
 
 def stored_weight(weight: Any) -> Any:
-    """Returns a leaf as it is in memory: of a `PaddedWeight` with padding."""
+    """Returns a leaf as it is in memory. A `PaddedWeight` includes its padding."""
     return weight.base if isinstance(weight, PaddedWeight) else weight
 
 

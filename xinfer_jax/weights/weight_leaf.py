@@ -33,8 +33,8 @@ class WeightLeaf(ShortRepr):
         return x, self
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
-        """Returns the logical axes of each of its arrays. axes: of the matrix: outputs and inputs, of experts
-        also theirs, first.
+        """Returns the logical axes of each of its arrays. axes: the axes of the matrix: outputs and inputs,
+        and for experts their axis first.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""CPU features: which types the CPU multiplies fast decides the form of matrix products."""
+"""CPU features: the types that the CPU multiplies fast decide the form of matrix products."""
 
 import functools
 import os
@@ -51,7 +51,9 @@ def _flags() -> frozenset[str] | None:
 
 
 def numerics_features() -> list[str]:
-    """Returns what the last bits of results depend on: vector and matrix instructions, products' forms."""
+    """Returns the features on which the last bits of results depend: vector and matrix instructions,
+    products' forms.
+    """
     known = {flag for flag in _flags() or () if _VECTORS.match(flag)}
     return sorted(known | {f"multiplies_{name}" for name in fast_matmul_types()})
 

@@ -19,7 +19,8 @@ _ROW_BLOCK = 64  # keys per loop step, which is cheap
 
 def attention_form(call: Call) -> Callable | None:
     """Returns a form of `attention` of a decode step: a row's cost and bits depend on no other row. Products
-    batched over rows took three to four times as long, and as long as the longest row. None: of many queries.
+    batched over rows took three to four times as long, and as long as the longest row. None: there are many
+    queries.
     """
     if not call.static["few"]:
         return None
@@ -47,7 +48,7 @@ def expert_at_form(call: Call) -> Callable:
 
 
 def experts_form(call: Call) -> Callable | None:
-    """Returns a form of `experts`. None: for few tokens."""
+    """Returns a form of `experts`. None: there are few tokens."""
     config = call.static["config"]
     return partial(experts_by_tiles, config=config) if is_tiled(call.operands["expert_MU"], config) else None
 

@@ -138,8 +138,8 @@ def repeated_rows(tree: Any, times: int) -> Any:
 
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
-    """Runs `choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were
-    sampled from, and their logsumexp.
+    """Runs `choose_tokens` for GPUs. It returns the logits as they are in place of the logits that the tokens
+    were sampled from, and their logsumexp.
     """
     arrays = logits_BV, key_B, sampling_B, context
     token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, run_config, *arrays)

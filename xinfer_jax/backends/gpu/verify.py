@@ -142,7 +142,7 @@ def append_tokens(
 
 
 def _ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
-    """Returns bool [B, T]: whether a token ends its row."""
+    """Returns bool [B, T]: True if a token ends its row."""
     return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
 
 

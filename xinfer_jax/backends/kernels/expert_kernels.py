@@ -1,4 +1,4 @@
-"""A mixture of experts by a kernel, and what comes before it by another."""
+"""A mixture of experts by a kernel, and the operations before it by another kernel."""
 
 from functools import partial
 from typing import Any

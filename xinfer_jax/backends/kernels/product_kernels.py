@@ -1,4 +1,4 @@
-"""Matrix products by a kernel: which ones it takes."""
+"""Matrix products by a kernel, and the choice of the products that it takes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
