@@ -48,8 +48,8 @@ def assume_device(
     """Inside, this process selects kernels as one with such an NVIDIA GPU or TPU does, to compile for it.
     jax's traces are dropped at both ends, since they do not know for which device they are.
 
-    capability: compute capability of a GPU, (9, 0) for Hopper. None: of a TPU. name: of the device, for the
-    reasons of selections.
+    capability: compute capability of a GPU, (9, 0) for Hopper. None: the device is a TPU. name: the name of
+    the device, for the reasons of selections.
     """
     global _assumed
     before = _assumed

@@ -9,8 +9,8 @@ their operations and bytes.
 
 For one decode step, or one call of another program, it prints bytes in device memory, launched operations,
 copies and gathers of whole weights or caches, and temporaries: per layer, next to the layers, and for the
-model. Figures per layer are differences of two depths. Bytes of Pallas kernels are those that they have to
-move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
+model. Figures per layer are differences of two depths. Bytes of Pallas kernels are the bytes that they have
+to move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
 line. Exit code 2: the plug-in, ptxas or libtpu is missing.
 """
 

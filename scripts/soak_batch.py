@@ -57,7 +57,7 @@ def compare_with_killed(folder: Path, file: Path, rng: random.Random) -> dict[st
 
 
 def run(file: Path, output: Path, extra_flags: list[str], seconds: float | None = None) -> bool:
-    """Runs the command, and kills it after this many seconds. Returns whether it was killed."""
+    """Runs the command, and kills it after this many seconds. Returns True if it was killed."""
     process = subprocess.Popen(
         [*COMMAND, f"--input={file}", f"--output={output}", "--seed=7", *extra_flags],
         stderr=subprocess.PIPE, text=True,

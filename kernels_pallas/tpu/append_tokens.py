@@ -93,7 +93,7 @@ def append_tokens(  # noqa: PLR0913
 
 
 def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
-    """Returns the rows of a program: of one token each all, or a multiple of 16."""
+    """Returns the number of rows of a program: all rows if each has one token, otherwise a multiple of 16."""
     B, T, N, H = qkv[0].shape
     K, _, X = kv.values.shape[1:]
     of_values, of_scale = tilings

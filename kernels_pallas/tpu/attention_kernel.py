@@ -30,8 +30,8 @@ class _Item(NamedTuple):
     high: Any
 
     def blocks(self, block: int) -> tuple[Any, Any]:
-        """Returns the first block of positions, and the end: at least one, so that each item has a next
-        one.
+        """Returns the first block of positions, and the end. There is at least one block, so that each item
+        has a next one.
         """
         first = lax.div(self.low, block)
         return first, jnp.maximum(pl.cdiv(self.high, block), first + 1)
@@ -167,8 +167,8 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
 
 
 def _for_each_tiles(ref, settings: Settings, function: Callable[[list[Tile]], None]) -> None:
-    """Calls a function of one or more tiles, for all of them: the compiler overlaps what one call does, the
-    products of one tile with the softmax of another, but not what steps of a loop do.
+    """Calls a function of one or more tiles, for all of them: the compiler overlaps the operations of one
+    call, the products of one tile with the softmax of another, but not the steps of a loop.
     """
     heads, rows, _ = ref["query"].shape
     parts = rows // settings.rows

@@ -235,8 +235,8 @@ def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
     """Returns the inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
-    triangle, by substitution: each row that is known is taken from those after it, a register of rows after
-    the other. The squares of two triangles are side by side in lanes.
+    triangle, by substitution: each row that is known is taken from the rows after it, a register of rows
+    after the other. The squares of two triangles are side by side in lanes.
     """
     row, lane = (lax.broadcasted_iota(jnp.int32, (_HALF, 2 * BLOCK), axis) for axis in (0, 1))
     pairs = [

@@ -92,7 +92,7 @@ def repeats(experts, tile) -> Any:
 
 
 def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of one expert. axis: of its outputs."""
+    """Returns blocks of one expert. axis: the axis of its outputs."""
 
     def block_index(*at):
         expert, part = index(*at)
@@ -126,8 +126,8 @@ def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable)
 
 
 def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the operands and their blocks for gate, up and down. indices: of the expert and part of a grid
-    step.
+    """Returns the operands and their blocks for gate, up and down. indices: functions that give the expert
+    and part of a grid step.
     """
     arrays = []
     specs = []

@@ -39,7 +39,7 @@ def experts_of_few(expert_MU: jax.Array, X: int, is_sharded: bool) -> jax.Array:
 
 
 def block_tokens(tokens: int, width: int, numbers: int) -> int:
-    """Returns the tokens of a block, a multiple of 128. numbers: that fit into VMEM."""
+    """Returns the tokens of a block, a multiple of 128. numbers: the count of numbers that fit into VMEM."""
     most = min(_BLOCK_BYTES // 4, numbers) // width // LANES * LANES
     most = max(LANES, min(_MOST_TOKENS, most))
     return min(most, LANES * pl.cdiv(tokens, LANES))

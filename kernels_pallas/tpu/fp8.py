@@ -40,7 +40,7 @@ def column_of(row_1Q: jax.Array) -> jax.Array:
 def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:
     """Returns x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks
     to x), to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no
-    blocks). read: of a block of outputs the scales [Q, 1].
+    blocks). read: a function that reads the scales [Q, 1] of a block of outputs.
     """
     inputs = values.shape[axis]
     outputs = values.shape[1 - axis]

@@ -149,8 +149,8 @@ def select_type(dtype: Any) -> Any:
 
 
 def insert(tile_ref: Any, new: jax.Array, tile: Tile, tiling: Tiling, axis: int) -> None:
-    """Writes the new numbers of a tile, as far as the row writes there, over the old ones. axis: of slots,
-    which the scale may have twice in a row.
+    """Writes the new numbers of a tile, as far as the row writes there, over the old ones. axis: the axis of
+    slots, which the scale may have twice in a row.
     """
     kind = select_type(tile_ref.dtype)
     old = tile_ref[...].astype(kind)

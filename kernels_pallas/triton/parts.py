@@ -45,14 +45,16 @@ def outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def convert_halves(asm: str, values_YO: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Returns the numbers of `dtype` in both halves of bytes. asm: of the half from bit {shift} on, four
-    bytes at a time.
+    """Returns the numbers of `dtype` in both halves of bytes. asm: the instructions for the half from bit
+    {shift} on, four bytes at a time.
     """
     return [convert_bytes(asm.format(shift=shift), values_YO, dtype) for shift in (0, 4)]
 
 
 def convert_bytes(asm: str, values: jax.Array, dtype: Any) -> jax.Array:
-    """Returns numbers of `dtype`, of 16 bits, one of each byte. asm: of four bytes at a time."""
+    """Returns numbers of `dtype`, of 16 bits, one of each byte. asm: the instructions for four bytes at a
+    time.
+    """
     kind = jax.ShapeDtypeStruct(values.shape, dtype)
     (numbers,) = pltriton.elementwise_inline_asm(
         asm, args=[values], constraints="=r,=r,r", pack=4, result_shape_dtypes=[kind]

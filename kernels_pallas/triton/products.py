@@ -138,8 +138,8 @@ def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settin
 
 
 def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):
-    """One tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual and the
-    step. numbers: of the tile of outputs, of the block of rows, and of the split.
+    """Computes one tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual
+    and the step. numbers: the numbers of the tile of outputs, of the block of rows, and of the split.
     """
     (norm_ref, residual_ref, step_ref) = refs
     (tile, block, split) = numbers

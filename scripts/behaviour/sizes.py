@@ -108,7 +108,7 @@ def engine_records(model: xj.Model) -> Records:
 
 
 def kernel_records(config: xj.ModelConfig) -> Records:
-    """Returns what `kernels_used` says, for float and int8 weights, of the device that is assumed."""
+    """Returns the result of `kernels_used`, for float and int8 weights, on the device that is assumed."""
     records = {}
     for name, quantize in (("bfloat16", None), ("int8", "int8")):
         shape = attempt(

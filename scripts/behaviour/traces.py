@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
 
 
 def row_of(answer: Any) -> str:
-    """Returns what the scheduler has decided for an answer. It reads attributes that have no public name."""
+    """Returns the scheduler's decisions for an answer. It reads attributes that have no public name."""
     row = answer.row
     return f"{row.state}, slot {row.slot}, {row.num_computed} computed, {len(row.pages)} pages"
 
@@ -62,7 +62,7 @@ class Trace:
     """Requests to an engine that takes one step at a time.
 
     Args:
-        advance: of `counted_time`.
+        advance: the function of `counted_time`.
     """
 
     def __init__(self, model: xj.Model, advance: Callable[[float], None], **settings: Any):
@@ -122,7 +122,7 @@ class Trace:
 
 
 def random_requests(trace: Trace, count: int, shape: dict, longest: int) -> None:
-    """Submits random requests, one or two before each step: `draw` says what they have. Three have their
+    """Submits random requests, one or two before each step: `draw` draws them. Three have their
     `share_answers`, and then their answer as a prompt.
     """
     rng = random.Random(5)

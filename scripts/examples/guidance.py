@@ -27,7 +27,7 @@ def guide(scale_B, logits_BV, context):
 
 
 def draw_for_pairs(key_B, logits_BV, context):
-    """Returns a draw of each pair: by their own positions two rows would draw different tokens."""
+    """Returns one draw for each pair: with their own positions the two rows would draw different tokens."""
     return jnp.repeat(jax.vmap(jax.random.categorical)(key_B[::2], logits_BV[::2]), 2)
 
 

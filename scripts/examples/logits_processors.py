@@ -41,7 +41,7 @@ def top_n_sigma(n_B, logits_BV, context):
 
 
 def xtc(settings, logits_BV, context):
-    """Sometimes only the least likely of the tokens above a threshold, and those below it."""
+    """Sometimes keeps only the least likely of the tokens above a threshold, and the tokens below it."""
     probability_BV = jax.nn.softmax(logits_BV)
     above_BV = probability_BV > settings["threshold"][:, None]
     least_B1 = jnp.where(above_BV, probability_BV, 2).min(-1, keepdims=True)

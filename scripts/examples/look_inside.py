@@ -1,4 +1,4 @@
-"""Looks into a model and changes what it does: a logit lens, a probe, a steering vector found by gradient.
+"""Looks into a model and changes its behaviour: a logit lens, a probe, a steering vector found by gradient.
 
 python scripts/examples/look_inside.py
 """

@@ -2,7 +2,7 @@
 
 Parrot is like Llama, with norms of each head of queries and keys, with an MLP without a gate, and with other
 names of tensors. Mixers, feed-forwards, routers, cache dtypes and forms of tool calls are added in this way
-too: `xinfer_jax/plugins.py` has the registries, and an entry is like those that it names.
+too: `xinfer_jax/plugins.py` has the registries, and an entry has the form of the entries there.
 
     python scripts/examples/own_family.py
 """

@@ -31,8 +31,8 @@ def question(country):
 
 def pack(texts):
     """Returns rows of texts, each a pair of lists of ids, prompt and answer: a text goes to the first row
-    with space. Returns tokens, segment ids, from 1, and whether token t+1 is of an answer, [B, T-1] as
-    `score`.
+    with space. The result is tokens, segment ids, from 1, and True if token t+1 belongs to an answer, [B,
+    T-1] like the result of `score`.
     """
     rows = []
     for prompt, answer in texts:

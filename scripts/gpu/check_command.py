@@ -50,7 +50,7 @@ def start(platform: str, sections: Sequence[Section]) -> None:
     """Parses the flags, runs the program and exits.
 
     Args:
-        platform: of the devices, as jax names it.
+        platform: the platform of the devices, as jax names it.
         sections: most important first.
     """
     flags.adopt_module_key_flags(sys.modules[__name__])

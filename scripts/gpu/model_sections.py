@@ -49,7 +49,7 @@ def against_float32(model: ForcedModel) -> dict[str, Any]:
 
 
 def run_program(name: str, *flags: str) -> dict[str, Any]:
-    """Runs a program of scripts/ and returns the JSON object of its last line, and whether it succeeded."""
+    """Runs a program of scripts/ and returns the JSON object of its last line, and True if it succeeded."""
     done = subprocess.run([sys.executable, SCRIPTS / name, *flags], capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{name} {' '.join(flags)}: {done.stderr[-1000:]}")

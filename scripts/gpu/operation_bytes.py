@@ -143,7 +143,7 @@ def _update_in_place(body: Computation, result: Instruction) -> Instruction | No
 
 
 def _source(body: Computation, instruction: Instruction) -> Instruction:
-    """Returns the instruction that computes what others only rename."""
+    """Returns the instruction that computes the result that others only rename."""
     while instruction.opcode in _RENAMING[:3] and instruction.operands[0] in body.by_name:
         instruction = body.by_name[instruction.operands[0]]
     return instruction

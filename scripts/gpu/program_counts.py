@@ -1,4 +1,4 @@
-"""Counts what a compiled program does, from its text: launched operations, the bytes that they move, and
+"""Counts the work of a compiled program, from its text: launched operations, the bytes that they move, and
 copies of whole weights and caches.
 """
 

@@ -69,7 +69,7 @@ def _tokens(job: ProgramJob, program: str) -> int:
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
-    """Returns the bytes that a step or call has to move: weights (of experts those chosen), valid keys and
+    """Returns the bytes that a step or call has to move: weights (only of chosen experts), valid keys and
     values, recurrent states read and written, and the logits written once and read once.
     """
     config = job.config

@@ -1,5 +1,5 @@
-"""Cases of check_gpu.py and check_tpu.py, and what they measure with: time of a call, limits of the device,
-error against a reference.
+"""Cases of check_gpu.py and check_tpu.py, and the functions with which they measure: time of a call, limits
+of the device, error against a reference.
 """
 
 import shutil

@@ -53,12 +53,12 @@ def add_record(path: Path, **record: Any) -> None:
 
 
 def is_failure(record: dict[str, Any]) -> bool:
-    """Returns whether it is a wrong result, or a section that did not finish."""
+    """Returns True if it is a wrong result, or a section that did not finish."""
     return record.get("ok") is False
 
 
 def require_packages(program: str) -> None:
-    """Exits with one line that says what to install if a package is missing."""
+    """Exits with one line that names the packages to install if one is missing."""
     if absent := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         packages = " ".join(_PACKAGES[name] for name in absent)
         print(f"{program}: {', '.join(absent)} missing here: pip install {packages}", file=sys.stderr)

@@ -36,7 +36,7 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
     limit is exceeded.
 
     Args:
-        calls: of the second client in each attack.
+        calls: the calls of the second client in each attack.
         seconds: time limit of an attack.
         options: flags of the server that name a model.
 
@@ -104,7 +104,9 @@ def warm_up(server: Server) -> None:
 
 
 def measure(server: Server, calls: int, end: float, text: str | None, call: Call) -> dict[str, Any]:
-    """Times of the second client's calls, statuses, and how many answers differ from the text."""
+    """Measures the times of the second client's calls, their statuses, and the number of answers that differ
+    from the text.
+    """
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0

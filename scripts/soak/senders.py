@@ -130,14 +130,14 @@ def unfinished(target: Target, path: str, body: bytes) -> str:
 
 
 def _waits(raw: socket.socket, events: int, target: Target) -> bool:
-    """Waits for events of a socket. Returns whether one came."""
+    """Waits for events of a socket. Returns True if one came."""
     poll = select.poll()
     poll.register(raw, events)
     return bool(poll.poll(1e3 * max(0.0, target.end - time.monotonic())))
 
 
 def _response(raw: socket.socket) -> str:
-    """Returns the status of a response that has arrived, and what follows it."""
+    """Returns the status of a response that has arrived, and the bytes that follow it."""
     raw.settimeout(0.5)
     with contextlib.suppress(OSError):
         text = raw.recv(400).decode(errors="replace")
@@ -146,7 +146,7 @@ def _response(raw: socket.socket) -> str:
 
 
 def drip(target: Target, path: str, body: bytes) -> str:
-    """Sends one byte per second: of the body, or of the head if there is no body."""
+    """Sends the body one byte per second, or the head if there is no body."""
     with contextlib.closing(target.connect()) as raw:
         head = target.head(path, len(body))
         if body:

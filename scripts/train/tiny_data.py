@@ -165,8 +165,8 @@ def conversations(rng: random.Random) -> Iterator[list[Message]]:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """Returns token ids of a conversation as `CHAT_TEMPLATE` renders it, and whether each is the assistant's
-    (its text and <|im_end|>).
+    """Returns token ids of a conversation as `CHAT_TEMPLATE` renders it, and, for each, True if it is the
+    assistant's (its text and <|im_end|>).
 
     Encoding in parts gives the ids of the full text, because no merge crosses a special token or the line end
     after a role.

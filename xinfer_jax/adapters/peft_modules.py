@@ -96,7 +96,9 @@ class PeftModule(NamedTuple):
         return self._with_heads_once(max(times, default=1))
 
     def _with_heads_once(self, times: int) -> "PeftModule":
-        """Returns the pair with each key head once. times: the number of copies of each key head."""
+        """Returns the module whose matrices have each key head once. times: the number of copies of each key
+        head.
+        """
         if times < 2 or any(spec.kv_heads % times for spec in self.specs):
             return self
         specs: list[FileSpec] = []
