@@ -98,7 +98,9 @@ def platforms() -> tuple[str, ...]:
 
 
 def _first_device(platform: str) -> jax.Device | None:
-    """All devices of a process are taken to be alike. None: it has none of this platform."""
+    """Returns the first device of this platform. All devices of a process are taken to be alike. None: the
+    process has none.
+    """
     try:
         return jax.local_devices(backend=platform)[0]
     except RuntimeError:

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def models():
-    """The name of each model, and the model."""
+    """Yields the name of each model, and the model."""
     if not FAMILIES.value:
         for name in QUANTIZE.value:
             method = None if name == "none" else name

@@ -16,7 +16,7 @@ _HELP = {"--help", "-help", "-h", "--h"}
 
 
 def main() -> None:
-    """`xinfer-jax COMMAND [flags]`, or `xinfer-jax [flags]` for `generate`."""
+    """Runs `xinfer-jax COMMAND [flags]`, or `xinfer-jax [flags]` for `generate`."""
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
         if arguments[0] in COMMANDS:

@@ -167,8 +167,8 @@ def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[
 
 
 def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:
-    """The third warpgroup: loads the blocks of keys and values of one row and head into shared memory, each
-    into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
+    """Runs the third warpgroup: it loads the blocks of keys and values of one row and head into shared
+    memory, each into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
     """
     (k_ref, v_ref) = refs
     (k_smem, v_smem) = smem

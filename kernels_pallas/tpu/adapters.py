@@ -96,7 +96,7 @@ def _copies(refs: _Refs, adapter: Any, slot: Any) -> list[Any]:
 
 
 def _add(refs: _Refs, scales: list[float], adapter: Any, slot: Any) -> None:
-    """The results of the rows that have an adapter, when it is copied."""
+    """Adds the results of the rows that have an adapter, when it is copied."""
     M = len(refs.x)
     row_M1 = lax.broadcasted_iota(jnp.int32, (M, 1), 0)
     is_own_M1 = row_M1 < 0

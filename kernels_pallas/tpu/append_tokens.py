@@ -207,7 +207,7 @@ def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Ti
 
 
 def _compute(ref, settings: _Settings, a: Any) -> None:
-    """Rotated queries, and the new numbers of the caches, for R tokens [a]."""
+    """Computes rotated queries, and the new numbers of the caches, for R tokens [a]."""
     H = settings.width
     factors = rotation_factors(ref["cos"][a], ref["sin"][a], H) if settings.pairs else None
     for i, x_RW in enumerate(_vectors(ref, settings, "q", a, factors)):

@@ -130,7 +130,7 @@ def _start_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
 
 
 def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:
-    """`do(copy)` for the copies of a block to a buffer."""
+    """Runs `do(copy)` for the copies of a block to a buffer."""
     chunks = settings.block // settings.chunk
 
     def of_chunk(chunk, _) -> None:
@@ -302,7 +302,9 @@ def _load_queries(ref, settings: Settings, row) -> None:
 
 
 def _store_queries(ref, settings: Settings, row) -> None:
-    """The reverse of `_load_queries`, of the results: with a width below 128 the second half, p · v."""
+    """Stores the results, as the reverse of `_load_queries`. With a width below 128 it stores the second
+    half, p · v.
+    """
     H = settings.width
     in_block = lax.rem(row, settings.block_rows) if settings.block_rows else 0
     out_ref = ref["flat"].at[in_block] if settings.block_rows else ref["out"].at[0]

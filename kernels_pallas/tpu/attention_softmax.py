@@ -83,8 +83,8 @@ def reset(ref) -> None:
 
 
 def add_keys(ref, settings: Settings, tiles: list[Tile], keys: list[Keys]) -> None:
-    """One step of the online softmax (Milakov & Gimelshein 2018) for some tiles. Nothing is stored before all
-    is read, so that no tile waits for the stores of another.
+    """Takes one step of the online softmax (Milakov & Gimelshein 2018) for some tiles. Nothing is stored
+    before all is read, so that no tile waits for the stores of another.
     """
     scores = [_scores(ref, settings, *of_tile) for of_tile in zip(tiles, keys, strict=True)]
     sums = [_added(ref, settings, *of_tile) for of_tile in zip(tiles, keys, scores, strict=True)]
@@ -163,7 +163,7 @@ def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
 
 
 def divide(ref, tiles: list[Tile]) -> None:
-    """Weighted sums of values become means."""
+    """Turns weighted sums of values into means."""
     for tile in tiles:
         sum_R1 = jnp.maximum(ref["sum"][tile].sum(-1, keepdims=True), 1e-30)
         ref["out_sum"][tile] = ref["out_sum"][tile] / sum_R1

@@ -163,8 +163,8 @@ def _kernel(refs: _Refs, static: tuple[int, float]) -> None:
 
 
 def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> None:
-    """Block i of a grid step, `left` of whose tokens are valid. Each stage is done for all heads, so that the
-    compiler has other work while products are on their way.
+    """Computes block i of a grid step, `left` of whose tokens are valid. Each stage is done for all heads, so
+    that the compiler has other work while products are on their way.
     """
     (n, H, Y) = refs.after.shape[1:]
     is_real_C1 = lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < left

@@ -198,7 +198,7 @@ def _kernel(settings: ExpertSettings, refs: _Refs) -> None:
 
 
 def _take_rows(settings: ExpertSettings, refs: _Refs) -> None:
-    """The tokens of a tile, of many."""
+    """Takes the tokens of a tile from many tokens."""
     _, token_ref, _ = refs.choices
     is_token_RM = lax.broadcasted_iota(jnp.int32, (token_ref.shape[1], len(refs.x)), 1) == token_ref[0]
     settings.forms[0].prepare(dot(is_token_RM.astype(refs.x.dtype), refs.x[...], 0), refs.prepared[0])

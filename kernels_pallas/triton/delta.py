@@ -79,7 +79,7 @@ def _kernel(eps: float, interpret: bool, *operands: Any) -> None:
 
 
 def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:
-    """Result and state of value head n. of_key: query, key, and their product."""
+    """Computes the result and the state of value head n. of_key: query, key, and their product."""
     q_H, k_H, agreement = of_key
     H, Y = refs.old.state.shape[2:]
     C = min(Y, _TILE // H, _COLUMNS)

@@ -119,7 +119,7 @@ def call_kernel(
 
 
 def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
-    """The first kernel: a block of a value head of a row."""
+    """Runs the first kernel: a block of a value head of a row."""
     out = _Solved(*solved)
     (i, n, row) = map(pl.program_id, range(3))
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
@@ -167,7 +167,7 @@ def _walk(  # noqa: PLR0913
     width: int, interpret: bool, read: _Blocks, solved: _Solved, keys: Parts, v_ref, start_ref, old_ref,
     out_ref, after_ref,
 ) -> None:  # fmt: skip
-    """The second kernel: the blocks of a row, for some columns of a value head."""
+    """Runs the second kernel: the blocks of a row, for some columns of a value head."""
     (part, n, row) = map(pl.program_id, range(3))
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
     count = read.count[row]

@@ -143,7 +143,7 @@ def random_requests(trace: Trace, count: int, shape: dict, longest: int) -> None
 
 
 def scheduled(family: str, advance: Callable[[float], None], **settings: Any) -> dict[str, Any]:
-    """Random requests with few pages: rows are preempted, swapped and share pages."""
+    """Runs random requests with few pages: rows are preempted, swapped and share pages."""
     shape = dict(rows=4, capacity=384, pages=9, chunk=128, time_slice=0.2)
     trace = Trace(random_model(family, None), advance, **shape | settings)
     random_requests(trace, 30, shape, 200)
@@ -187,7 +187,9 @@ def held(advance: Callable[[float], None]) -> dict[str, Any]:
 
 
 def lookup(advance: Callable[[float], None]) -> dict[str, Any]:
-    """Speculative decoding by lookup, with a grammar, an update of weights, and rows that are preempted."""
+    """Runs speculative decoding by lookup, with a grammar, an update of weights, and rows that are
+    preempted.
+    """
     model = xj.load_model()
     shape = dict(rows=3, capacity=256, pages=6, chunk=64, time_slice=0.2, draft="lookup", draft_tokens=2)
     trace = Trace(model, advance, **shape)

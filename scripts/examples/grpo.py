@@ -41,7 +41,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
 
 
 def make_programs(config, has_stop_V, samples, most_tokens):
-    """Rollout and gradient step. B: prompts, R: answers."""
+    """Returns the programs of the rollout and of the gradient step. B: prompts, R: answers."""
 
     @jax.jit
     def rollout(params, prompt_BT, num_tokens_B, key):

@@ -21,7 +21,7 @@ def keep(kept_BV, logits_BV):
 
 
 def epsilon(epsilon_B, logits_BV, context):
-    """No token below a probability (Hewitt et al. 2022)."""
+    """Allows no token below a probability (Hewitt et al. 2022)."""
     return keep(jax.nn.softmax(logits_BV) >= epsilon_B[:, None], logits_BV)
 
 
@@ -34,7 +34,7 @@ def eta(epsilon_B, logits_BV, context):
 
 
 def top_n_sigma(n_B, logits_BV, context):
-    """No token more than n standard deviations below the best (Tang et al. 2024)."""
+    """Allows no token more than n standard deviations below the best (Tang et al. 2024)."""
     finite_BV = logits_BV > -jnp.inf
     sigma_B = jnp.std(logits_BV, -1, where=finite_BV)
     return keep(logits_BV >= (logits_BV.max(-1) - n_B * sigma_B)[:, None], logits_BV)
@@ -50,7 +50,7 @@ def xtc(settings, logits_BV, context):
 
 
 def longer_ends(settings, logits_BV, context):
-    """EOS tokens become likelier with each token after a number of them."""
+    """Makes EOS tokens likelier with each token after a number of them."""
     over_B = jnp.maximum(context.num_generated_B - settings["start"], 0)
     ends_BV = jnp.any(context.eos_BE[:, :, None] == jnp.arange(logits_BV.shape[1]), 1)
     more_BV = jnp.abs(logits_BV) * (settings["factor"] ** over_B - 1)[:, None]

@@ -17,7 +17,7 @@ CAPITALS = {"Spain": " Madrid", "Cuba": " Havana", "Yemen": " Sana", "Iraq": " B
 
 
 def lens(model, text):
-    """The token that each layer's state would give, as a table: a line for each layer."""
+    """Prints the token that each layer's state would give, as a table: a line for each layer."""
     params = model.params
     config = model.config
     tok = model.tokenizer

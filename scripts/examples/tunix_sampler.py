@@ -55,7 +55,7 @@ class EngineSampler:
     # --- Lifecycle ---
 
     def initialize(self):
-        """The engine is made by the constructor."""
+        """Does nothing: the constructor makes the engine."""
 
     async def start(self, **kwargs):
         """Starts the engine's thread. A second call does nothing."""
@@ -138,7 +138,7 @@ class EngineSampler:
         )
 
     def _encode(self, prompt):
-        """A text is tokenized as it is: tunix has applied the chat template."""
+        """Returns the ids of a prompt. A text is tokenized as it is: tunix has applied the chat template."""
         if isinstance(prompt, str):
             return self.engine.model.tokenizer.encode(prompt)
         is_chat = isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict)
@@ -164,10 +164,10 @@ class EngineSampler:
         return jax.tree.map(lambda x: x.sharding, self._params)
 
     async def bind_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing is bound: the request of `weight_sync` brings the weights."""
+        """Binds nothing: the request of `weight_sync` brings the weights."""
 
     async def pre_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing is staged."""
+        """Stages nothing."""
 
     async def weight_sync(self, sync_request=None, **kwargs):
         """Replaces the weights between two steps by `sync_request.weights`, without compiling, and returns
@@ -183,10 +183,10 @@ class EngineSampler:
         return sync_request.policy_version
 
     async def post_weight_sync(self, sync_request=None, **kwargs):
-        """The new weights are in use already."""
+        """Does nothing: the new weights are in use already."""
 
     async def abort_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing was staged: the weights are the old ones, or the new ones."""
+        """Does nothing, because nothing was staged: the weights are the old ones, or the new ones."""
 
     async def get_transfer_status(self, req_id, **kwargs):
         """`weight_sync` returns when the weights are replaced."""

@@ -90,8 +90,8 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(impl: str) -> Iterator[KernelCall]:
-    """All calls of one implementation: mosaic, triton or tpu. Emulated ones (interpret, interpret_tpu) are
-    few and small.
+    """Yields all calls of one implementation: mosaic, triton or tpu. Emulated ones (interpret, interpret_tpu)
+    are few and small.
     """
     is_tpu = impl.endswith("tpu")
     is_tiny = impl.startswith("interpret")

@@ -57,7 +57,7 @@ _OUR_RESULTS: dict[str, jax.Array] = {}  # results of our kernel, by kernel and 
 
 
 def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
-    """The cases of one implementation of the kernels, at the models' shapes."""
+    """Yields the cases of one implementation of the kernels, at the models' shapes."""
 
     def cases(plan: SimpleNamespace) -> Iterator[Case]:
         runs = emulated(plan) or impl

@@ -57,7 +57,7 @@ def run_program(name: str, *flags: str) -> dict[str, Any]:
 
 
 def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
-    """A case of bench.py with 1 row and with 32."""
+    """Yields a case of bench.py with 1 row and with 32."""
     sizes = ["--prompt_lengths=512", "--batch_sizes=1,32", "--new_tokens=128"]
     if plan.tiny:
         model = "tiny"

@@ -72,7 +72,7 @@ class _CallFound(Exception):
 
 
 def _stop(program: Any, *args: Any) -> Any:
-    """The `run` of an executor that raises the first call instead of running it."""
+    """Serves as the `run` of an executor: it raises the first call instead of running it."""
     raise _CallFound(Call(program, args))
 
 

@@ -52,7 +52,7 @@ def emulated(plan: SimpleNamespace) -> str | None:
 
 
 def machine(plan: SimpleNamespace) -> Iterator[Case]:
-    """The device, and the limits that all results are compared with."""
+    """Yields the device, and the limits that all results are compared with."""
     device = jax.devices()[0]
     facts = {
         "device": device.device_kind,

@@ -144,8 +144,8 @@ def measure_alone(server: Server, calls: int, attack: Attack) -> tuple[dict[str,
 
 @contextlib.contextmanager
 def attacker(name: str, server: Server, seconds: float) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A process that is ready to attack for some seconds: a function that starts the attack, and a dict that
-    gets its report after its end.
+    """Yields a process that is ready to attack for some seconds: a function that starts the attack, and a
+    dict that gets its report after its end.
     """
     job = dict(attack=name, port=server.port, context=SHAPE["capacity"], seconds=seconds)
     job["headers"] = {"content-type": "application/json"}

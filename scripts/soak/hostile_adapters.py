@@ -58,7 +58,7 @@ def _tensors(rank: int) -> dict[str, Any]:
 
 
 def _write_tensors(path: Path, header: dict[str, Any]) -> None:
-    """A file whose tensors are zeros, without blocks on the disk."""
+    """Writes a file whose tensors are zeros, without blocks on the disk."""
     data = json.dumps(header).encode()
     end = max(
         (tensor["data_offsets"][1] for tensor in header.values() if "data_offsets" in tensor), default=0

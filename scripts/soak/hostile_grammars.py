@@ -83,7 +83,7 @@ def corpus(count: int = 200, seed: int = 0) -> list[Hostile]:
 
 
 def _kinds(draw: random.Random) -> list[Callable[[], Hostile]]:
-    """Deep, wide, ambiguous, huge and contradictory ones, of drawn sizes."""
+    """Returns deep, wide, ambiguous, huge and contradictory grammars, of drawn sizes."""
     depth = draw.choice([50, 300, 1000, 3000])
     applied = draw.choice(["anyOf", "allOf", "oneOf"])
     count = draw.choice([100, 600, 2000, 5000])

@@ -33,7 +33,7 @@ class Server:
     """A server process and its child processes."""
 
     def __init__(self, folder: Path, options: Sequence[str], attack: Attack):
-        """options: flags that name a model."""
+        """Starts a server. options: flags that name a model."""
         self.log = folder / "log"
         self.headers = {"content-type": "application/json"}
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]

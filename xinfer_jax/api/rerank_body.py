@@ -91,7 +91,7 @@ def _encode_pairs(
     escape: bool,
     count: Callable[[int], None],
 ) -> Pairs:
-    """queries, documents: the name of the field, and its texts."""
+    """Encodes the pairs. queries, documents: the name of the field, and its texts."""
     query_name, first = queries
     document_name, second = documents
     if len(first) not in (1, len(second)):

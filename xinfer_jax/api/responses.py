@@ -26,8 +26,8 @@ class TokenTextDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        """skip_special_tokens: True: the answer's text leaves special tokens out. `text` returns their texts
-        all the same.
+        """Makes a decoder. skip_special_tokens: True: the answer's text leaves special tokens out. `text`
+        returns their texts all the same.
         """
         self.tokenizer = tokenizer
         self._offset = 0

@@ -70,7 +70,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each leaf of nested objects."""
+    """Yields (dotted name, value) of each leaf of nested objects."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}".lstrip("."), inner)

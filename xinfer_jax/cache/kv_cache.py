@@ -248,7 +248,7 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
-    """Row b of the result is row index_B[b]: for beams, and for answers that share a prompt."""
+    """Returns the cache whose row b is row index_B[b], for beams, and for answers that share a prompt."""
     rows = jax.tree.map(lambda x_B: x_B[index_B], without_layers(cache))
     return dataclasses.replace(rows, layers=tuple(layer.reorder(index_B) for layer in cache.layers))
 

@@ -38,7 +38,7 @@ class LayerCache(ShortRepr):
         return ()
 
     def describe_limits(self) -> str:
-        """Why a row cannot go back to a length, for errors."""
+        """Returns the reason why a row cannot go back to a length, for errors."""
         raise NotImplementedError
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
@@ -55,7 +55,7 @@ class LayerCache(ShortRepr):
         return self
 
     def reorder(self, index_B: jax.Array) -> Self:
-        """Row b of the result is row index_B[b]."""
+        """Returns the cache whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:

@@ -51,7 +51,7 @@ class FlagParser:
         self._define(name, help, default, str, lambda text: text or not empty, empty)
 
     def add_texts(self, name: str, help: str, empty: str) -> None:
-        """A list of texts, one each time that the flag is given."""
+        """Adds a list of texts, one each time that the flag is given."""
         self._groups.setdefault(self.group, []).append(name)
         parser = _ValueParser(str, bool, empty)
         # absl needs no serializer, though its type stub does.
@@ -78,7 +78,7 @@ class FlagParser:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
     def add_option(self, field: Any, help: str) -> None:
-        """A field of `EngineOptions`, by its metadata."""
+        """Adds a field of `EngineOptions`, by its metadata."""
         limits = field.metadata
         if isinstance(field.default, bool):
             self.add_switch(field.name, help, field.default)

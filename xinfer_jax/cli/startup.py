@@ -83,7 +83,7 @@ def chunks_with_status(answer: TextStream) -> Iterator[str]:
 
 @contextmanager
 def compile_status(work: str, prepare: Callable[[], Any]) -> Iterator[None]:
-    """A status line for work that waits for compilation, with the number of compiled programs."""
+    """Shows a status line for work that waits for compilation, with the number of compiled programs."""
     with status("preparing"):
         precompiler = prepare()
 

@@ -20,7 +20,7 @@ def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -
 
 
 def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
-    """The parts of the model with which a feature is not supported."""
+    """Yields the parts of the model with which a feature is not supported."""
     layers = range(config.num_hidden_layers)
     for feed_forward in filter(None, map(config.feed_forward, layers)):
         yield from filter(None, [feed_forward.unsupported.get(feature)])

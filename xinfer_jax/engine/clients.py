@@ -68,7 +68,7 @@ class Clients:
         insort(client.waiting, row, key=attrgetter("rank"))
 
     def take_slot(self, row: Any) -> None:
-        """A waiting row gets a slot, and overtakes the other clients that wait without one."""
+        """Records that a waiting row gets a slot, and overtakes the other clients that wait without one."""
         own = self.client_of(row)
         self._unqueue(row)
         own.slots += 1
@@ -80,7 +80,7 @@ class Clients:
                 client.overtaken += bool(client is not own and client.waiting and not client.slots)
 
     def overtake(self, row: Any, earlier: Iterable[Any]) -> None:
-        """A row got a slot before these earlier rows of its client."""
+        """Records that a row got a slot before these earlier rows of its client."""
         for other in earlier:
             other.overtaken += 1
         self.client_of(row).waiting.sort(key=attrgetter("rank"))

@@ -88,15 +88,15 @@ class Dispatcher:
         """Does nothing: who made the endpoints closes them."""
 
     def forget_prompts(self) -> None:
-        """The endpoints have new weights, and no pages of earlier prompts."""
+        """Notes that the endpoints have new weights, and no pages of earlier prompts."""
         self._router.given.clear()
 
     def of_role(self, role: str) -> list[Any]:
         return [endpoint for endpoint in self.endpoints if endpoint.role == role and endpoint.error is None]
 
     def lose(self, endpoint: Any) -> None:
-        """An endpoint has failed: its prompts go to another, and so do rows whose pages have not left the
-        endpoint that prefilled them. Other requests fail.
+        """Handles the failure of an endpoint: its prompts go to another, and so do rows whose pages have not
+        left the endpoint that prefilled them. Other requests fail.
         """
         self.endpoints.remove(endpoint)
         self._router.remove(endpoint)
@@ -117,7 +117,7 @@ class Dispatcher:
     # --- events of endpoints ------------------------------------------------------------------------------
 
     def progress(self, ticket: int, new: Progress) -> None:
-        """New tokens. After a prompt was given to another endpoint, its first token comes again."""
+        """Handles new tokens. After a prompt was given to another endpoint, its first token comes again."""
         job = self._jobs.get(ticket)
         if job is None or self._current.get(job.answer) is not job:
             return
@@ -140,7 +140,9 @@ class Dispatcher:
             source.endpoint.send(source.ticket, ticket, shardings)
 
     def pages(self, ticket: int, contents: Any) -> None:
-        """The state and pages of a row are on their way to the endpoint that decodes it."""
+        """Handles the event that the state and pages of a row are on their way to the endpoint that decodes
+        it.
+        """
         if job := self._jobs.get(ticket):
             job.endpoint.receive(ticket, contents)
 
@@ -153,7 +155,7 @@ class Dispatcher:
             source.endpoint.release(source.ticket)
 
     def invalid(self, ticket: int) -> None:
-        """The numbers of a row are not finite."""
+        """Handles the event that the numbers of a row are not finite."""
         if source := self._source(ticket):
             source.endpoint.forget(source.ticket)
 

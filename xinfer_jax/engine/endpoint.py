@@ -90,19 +90,19 @@ class EngineEndpoint:
         self._call_soon(ticket, lambda answer: self._core.send(answer.row, shardings, deliver))
 
     def receive(self, ticket: int, contents: Any) -> None:
-        """The state and pages of a row have arrived here."""
+        """Handles the event that the state and pages of a row have arrived here."""
         self._call_soon(ticket, lambda answer: self._core.arrive(answer, contents))
 
     def fail(self, ticket: int, error: BaseException) -> None:
-        """The state and pages of a row were lost: its request fails."""
+        """Fails the request of a row whose state and pages were lost."""
         self._call_soon(ticket, lambda answer: self._core.lose(answer, error))
 
     def release(self, ticket: int) -> None:
-        """A prefilled row has arrived elsewhere: its slot and pages are free."""
+        """Frees the slot and pages of a prefilled row, which has arrived elsewhere."""
         self._call_soon(ticket, lambda answer: self._core.release(answer.row))
 
     def forget(self, ticket: int) -> None:
-        """The numbers of a row were not finite: no other prompt finds its pages."""
+        """Handles a row whose numbers were not finite: no other prompt finds its pages."""
         self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
@@ -245,7 +245,7 @@ class DecodeCore(RoleCore):
     """
 
     def lose(self, answer: Answer, error: BaseException) -> None:
-        """The state and pages of a row will not come: its request fails."""
+        """Fails the request of a row whose state and pages will not come."""
         if self._is_elsewhere(answer):
             self._fail(answer.request, error)
 

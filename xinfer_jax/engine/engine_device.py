@@ -84,7 +84,7 @@ class Device:
     def __init__(
         self, params: Params, config: ModelConfig, shape: EngineShape, run: Run, dry_run: bool = False
     ):
-        """dry_run: pages and states are shapes."""
+        """Makes the arrays and programs. dry_run: True: pages and states are shapes."""
         self.config = config
         self.adapters: AdapterStack | None = None
         self.params = params
@@ -274,7 +274,7 @@ class Device:
         return self._executor(greedy)
 
     def _set_masks(self, masks_BQW: Any) -> None:
-        """Rows keep masks until the next call."""
+        """Sets the masks of rows. Rows keep them until the next call."""
         if (has_masks := masks_BQW is not None) or self._has_masks:
             old = self.rows.context.allowed_bits
             masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW

@@ -23,7 +23,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
     noun = "processor"
 
     def __init__(self, given: Any):
-        """given: (`LogitsProcessor`, arguments) by name. None: none. Raises InputError."""
+        """Holds processors. given: (`LogitsProcessor`, arguments) by name. None: none. Raises InputError."""
         super().__init__()
         pairs = {}
         for name, pair in self.check_given(given, "pairs of a LogitsProcessor and arguments").items():

@@ -73,7 +73,7 @@ def _local_shapes(x: Any) -> list[tuple[int, ...]]:
 
 
 def _local_parts(x: Any) -> Iterator[np.ndarray]:
-    """The whole array, or this process's shards of it."""
+    """Yields the whole array, or this process's shards of it."""
     if x.is_fully_addressable:
         yield np.asarray(x)
     else:

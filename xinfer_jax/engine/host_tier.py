@@ -112,12 +112,14 @@ class HostTier:
         return len(read)
 
     def remove(self, hashes: Collection[bytes]) -> None:
-        """No page is found by these hashes any more."""
+        """Removes these hashes: no page is found by them any more."""
         self.pool.remove(hashes)
         for page_hash in hashes:
             self.files.discard(page_hash)
 
     def clear(self) -> None:
-        """No page is found any more, for new weights. Rows load the pages that are kept for them."""
+        """Removes all hashes, for new weights: no page is found any more. Rows load the pages that are kept
+        for them.
+        """
         self.epoch += 1
         self.pool.clear_cache()

@@ -73,11 +73,13 @@ class PageTiers:
                     self._files.write(name, self._device.host.bytes_of(page), partial(pool.release, [page]))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
+        """Records the time that a prompt of this number of tokens took: no row waits for files longer than it
+        would prefill.
+        """
         self._page_seconds = seconds / num_pages_for(tokens)
 
     def identify(self, settings: dict[str, Any]) -> None:
-        """The model has new weights: pages in files have other names."""
+        """Notes that the model has new weights: pages in files have other names."""
         self._unwritten.clear()
         self._files.identify(**settings)
 

@@ -109,7 +109,7 @@ class PrefixCache:
             row.host_pages = pages
 
     def release_host_pages(self, row: Row) -> None:
-        """The row will not load its pages in host memory."""
+        """Releases the row's pages in host memory, which it will not load."""
         if self._host:
             self._host.pool.release(row.host_pages)
             row.host_pages = []

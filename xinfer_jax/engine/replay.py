@@ -109,7 +109,7 @@ class _Replay:
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
     def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
-        """matrices: `row_values` of each version of its adapter, if it has one."""
+        """Computes the answer again. matrices: `row_values` of each version of its adapter, if it has one."""
         core = self._core
         row = self._row
         device = self._device

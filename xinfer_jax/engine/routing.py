@@ -59,7 +59,7 @@ class PromptRouter:
         return engine
 
     def remove(self, engine: Any) -> None:
-        """An engine is gone."""
+        """Removes an engine that is gone."""
         self.given.pop(engine, None)
         self._last_routed.pop(engine, None)
 

@@ -160,13 +160,13 @@ class Scheduler:
         return self.prefixes.take_snapshot(row)
 
     def record_read(self, read: ReadPages, count: int) -> None:
-        """Reading from files ended, and its first `count` pages are in host memory."""
+        """Records that reading from files ended, and that its first `count` pages are in host memory."""
         if self.host:
             self.host.record_read(read, count)
         self.stop_waiting_for_files(read.row)
 
     def stop_waiting_for_files(self, row: Row) -> None:
-        """A row that waits for files waits for a slot again."""
+        """Makes a row that waits for files wait for a slot again."""
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]
             self.clients.add(row)
@@ -224,7 +224,7 @@ class Scheduler:
             self._free(row)
 
     def restart(self, row: Row, ids: Sequence[int]) -> None:
-        """`Row.restart` of a row that waits again, without pages."""
+        """Runs `Row.restart` for a row, which waits again, without pages."""
         self.withdraw(row)
         row.restart(ids)
         row.page_hashes = row.token_hashes = ()

@@ -68,7 +68,7 @@ def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
 
 
 def period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, ...]:
-    """All layers but every period-th have a sliding window."""
+    """Returns the windows of layers of which all except every period-th have a sliding window."""
     get_integer(hf, "sliding_window")
     return layer_windows({**hf, "use_sliding_window": True}, [(i + 1) % period != 0 for i in range(layers)])
 

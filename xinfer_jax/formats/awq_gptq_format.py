@@ -127,7 +127,7 @@ class AwqGptqFormat(MatrixFormat):
         return words
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Some programs write a bias of zeros for every quantized matrix."""
+        """Returns True for a bias of zeros, which some programs write for every quantized matrix."""
         module = name.removesuffix(".bias")
         if module == name or f"{module}.qweight" not in tensors or tensors[name].type not in DTYPES:
             return False

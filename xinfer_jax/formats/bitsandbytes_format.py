@@ -54,7 +54,7 @@ class BitsAndBytesFormat(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "BitsAndBytesFormat":
-        """The tensors show the rest."""
+        """Returns the format. The tensors show the other settings."""
         for name in _LOAD_IN:
             require(config.get(name) in (None, True, False), name)
         return cls(stays_quantized=config.get("load_in_8bit") is True)
@@ -89,7 +89,7 @@ class BitsAndBytesFormat(MatrixFormat):
         return ScaledTensor((_int8_numbers if is_int8 else _numbers_of_4_bits)(name, matrix, tensors), shape)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """The layout of an int8 matrix, of which only rows are known."""
+        """Returns True for the layout of an int8 matrix. Only layout by rows is known."""
         if not name.endswith(".weight_format") or tensors[name].type != "U8":
             return False
         if tensors[name].array().any():

@@ -83,7 +83,7 @@ class CompressedTensorsFormat(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "CompressedTensorsFormat":
-        """There may be groups of activations and of the KV cache alone."""
+        """Returns the format. There may be groups of activations and of the KV cache alone."""
         groups: Any = config.get("config_groups") or {}
         ignore = config.get("ignore") or []
         sparsity = config.get("sparsity_config") or {}
@@ -224,7 +224,7 @@ class CompressedTensorsFormat(MatrixFormat):
             raise self.misfit(name, None)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Also zero points of symmetric matrices, which are 0."""
+        """Returns True also for zero points of symmetric matrices, which are 0."""
         module, _, field = name.rpartition(".")
         if field == "weight_zero_point" and module in self.of_module:
             return not tensors[name].array().any()

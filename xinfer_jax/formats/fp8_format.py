@@ -127,7 +127,7 @@ def _kept_form(
 
 
 def _fill(leaf: Fp8Weight, part: ScaledTensor, first: int, at: slice) -> None:
-    """`KeptForm.fill`."""
+    """Does the work of `KeptForm.fill`."""
     rows = part.rows(at)
     to = np.arange(first + at.start, first + at.stop)
     inputs = part.shape[1]

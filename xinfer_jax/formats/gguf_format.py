@@ -120,7 +120,7 @@ def _q6_k(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A leaf's bytes have neighbours."""
+    """Returns the bytes of a leaf, which have neighbouring numbers, and the scales."""
     numbers = _halves(blocks[..., 1:])
     return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0]
 

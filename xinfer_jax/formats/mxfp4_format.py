@@ -129,7 +129,7 @@ def _kept_form(
 
 
 def _fill(leaf: Any, part: ScaledTensor, first: int, at: slice) -> None:
-    """`KeptForm.fill`."""
+    """Does the work of `KeptForm.fill`."""
     rows = part.rows(at)
     group = part.first_column // GROUP
     Q = part.shape[1] // GROUP

@@ -61,7 +61,7 @@ def _bits(type: str) -> int:
 
 
 def stored_tensor(tensor: StoredTensor) -> TensorToWrite:
-    """A tensor of another file, byte for byte."""
+    """Yields a tensor of another file, byte for byte."""
     num_bytes = math.prod(tensor.shape) * _bits(tensor.type) // 8
 
     def blocks() -> Iterator[Any]:
@@ -161,7 +161,7 @@ def _shards(tensors: Mapping[str, TensorToWrite], limit: int) -> list[list[str]]
 def _write_shard(
     file: Path | None, tensors: Mapping[str, TensorToWrite], bar: Any, errors: list[OSError]
 ) -> None:
-    """Header length, header and data: the library's own writer would hold all tensors once more.
+    """Writes header length, header and data. The library's own writer would hold all tensors once more.
 
     errors: a list that gets the error that stops the writing. Blocks are gathered all the same, which other
     processes wait for.

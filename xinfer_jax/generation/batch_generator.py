@@ -251,7 +251,7 @@ class BatchGenerator:
         return executor.sample(executor.logits(self._model, outputs), self._state)[0]
 
     def _recompute(self, executor: Executor, generated: list[list[int]]) -> DecodeState:
-        """The state with the next token, after a forward pass of the whole rows, without a cache."""
+        """Returns the state with the next token, after a forward pass of the whole rows, without a cache."""
         call = self._call
         pairs = zip(self._prompt_R, generated, strict=False)
         rows = [call.prompts[i] + ids for i, ids in pairs]

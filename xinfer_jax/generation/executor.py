@@ -109,7 +109,7 @@ class Executor(Protocol):
         """
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
-        """Row r of the result is row index_R[r]."""
+        """Returns the rows in another order: row r of the result is row index_R[r]."""
 
     # The steps of a strategy use these too.
 

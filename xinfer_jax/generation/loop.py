@@ -250,7 +250,7 @@ class JitVariants(NamedTuple):
 
 
 def jit_variants(function: Any, *static: str) -> JitVariants:
-    """`donating` reuses the memory of the argument `cache`."""
+    """Returns the function jitted twice. `donating` reuses the memory of the argument `cache`."""
     jit = partial(jax.jit, static_argnames=static)
     return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 

@@ -124,7 +124,7 @@ class _Job:
         return self.name, self.key, self._grammar if with_grammar else None, *self._rest, seconds
 
     def failure(self, number: int) -> InputError:
-        """Why it failed: its process was ended by this signal."""
+        """Returns the error of a job whose process was ended by this signal."""
         if number == signal.SIGPROF:
             why = f"takes more than {_MASK_SECONDS:g} s for one token"
             if self.name == CHECK:
@@ -225,7 +225,7 @@ class GrammarPool:
             thread.join()
 
     def _run(self, slot: Slot) -> None:
-        """The thread of a slot."""
+        """Runs as the thread of a slot."""
         while True:
             with self._lock:
                 while not slot.jobs and not self._closed:

@@ -86,7 +86,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
 
 
 def _names_in_references(value: Any) -> Iterator[str]:
-    """The names in the paths of all references: a schema may stand under them."""
+    """Yields the names in the paths of all references: a schema may stand under them."""
     if isinstance(value, Mapping):
         if isinstance(path := value.get("$ref"), str):
             yield from path_names(path)
@@ -165,7 +165,7 @@ def _types(node: Mapping[str, Any], default: str) -> list[Any]:
 
 
 def _constants(value: Any) -> Iterator[Any]:
-    """The numbers and texts in a value."""
+    """Yields the numbers and texts in a value."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):

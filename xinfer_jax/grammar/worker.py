@@ -109,7 +109,7 @@ def _limit_memory() -> None:
 
 
 def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket, niceness: int) -> None:
-    """The process of a slot."""
+    """Runs as the process of a slot."""
     control.close()
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -18,12 +18,14 @@ Scaled = tuple[Any, float]
 
 
 def linear_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """All wavelengths are stretched by `factor`."""
+    """Stretches all wavelengths by `factor`."""
     return inverse_P / np.float32(rope.factor), 1.0
 
 
 def proportional_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Gemma 4: the frequencies of the whole head, of its part only."""
+    """Returns the frequencies of Gemma 4: they are computed for the whole head, and only its part has
+    them.
+    """
     part = int(rope.partial_rotary_factor * len(inverse_P))
     pair_P = np.arange(len(inverse_P))
     return np.where(pair_P < part, inverse_P / np.float32(rope.factor), np.float32(0)), 1.0
@@ -40,7 +42,9 @@ def dynamic_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_
 
 
 def longrope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Ding et al. 2024: a divisor of each frequency, another one in rows beyond the original length."""
+    """Divides each frequency by a number, with another divisor in rows beyond the original length (Ding et
+    al. 2024).
+    """
     powers = rope_powers(rope, 2 * len(inverse_P))
     short, long = (np.array(factor, np.float32) for factor in (rope.short_factor, rope.long_factor))
     inverse: Any = np.float32(1.0) / (short * powers)
@@ -67,7 +71,9 @@ def llama3_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B
 
 
 def yarn_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
+    """Returns the frequencies of YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and
+    interpolation by `factor`.
+    """
     width = 2 * len(inverse_P)
 
     def pair_with(rotations: float) -> float:

@@ -25,7 +25,9 @@ class ArrayTransfer:
     """
 
     def __init__(self, host: str, log: Callable[[str], None] = _LOGGER.info):
-        """host: the address of this machine that the server binds to, at a free port. log: writes a line."""
+        """Starts the server, if there is one. host: the address of this machine that the server binds to, at
+        a free port. log: writes a line.
+        """
         self._lock = threading.Lock()
         self._offered: dict[int, tuple[float, Any]] = {}  # by uuid: when it expires, the arrays
         self._connections: dict[str, Any] = {}

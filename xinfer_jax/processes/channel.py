@@ -50,8 +50,8 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, receive: Receive, secret: bytes, listens: bool):
-        """Both ends prove to each other that they know the secret, or InputError. listens: this end
-        accepted the connection. If this fails, the connection is closed.
+        """Makes a channel. Both ends prove to each other that they know the secret. If this fails, the
+        connection is closed, and InputError is raised. listens: True: this end accepted the connection.
         """
         self._connection = connection
         self._file = connection.makefile("rb")

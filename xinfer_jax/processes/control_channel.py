@@ -24,7 +24,9 @@ class ControlChannel:
     """
 
     def __init__(self, run: Any, name: str, secret: bytes):
-        """run: `jax._src.distributed.global_state`. name: no other channel of the run has it."""
+        """Makes the channel of a process. run: `jax._src.distributed.global_state`. name: no other channel of
+        the run has it.
+        """
         self._events = SimpleQueue[Message]()
         host, _, port = run.coordinator_address.rpartition(":")
         host = host.strip("[]")

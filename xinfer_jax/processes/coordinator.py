@@ -102,7 +102,7 @@ class Coordinator:
         self._hosts[number] = host
 
     def _compare(self, number: int, settings: dict[str, str], problem: str) -> None:
-        """Once all processes have sent the same settings: starts them. problem: why this one cannot begin."""
+        """Starts all processes once they have sent the same settings. problem: why this one cannot begin."""
         if problem:
             self._fail(0, f"{self._name(number)} cannot begin: {problem}", 2)
             return

@@ -233,7 +233,7 @@ def _check_admin_flags(flags: Any, has_keys: bool) -> None:
 
 
 def _check_names(adapters: Any, *names: str) -> None:
-    """names: the names of the model."""
+    """Raises InputError if an adapter has a name of the model. names: the names of the model."""
     for name in names:
         if name in adapters:
             flag = f"--adapter={name}={adapters[name]}"

@@ -84,7 +84,7 @@ class TimedResponse(Response):
 
 
 def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: float) -> TimedResponse:
-    """A response with a complete JSON body, sent in slices."""
+    """Sends a response with a complete JSON body, sent in slices."""
 
     async def slices() -> AsyncIterator[bytes]:
         for at in range(0, len(body), _SLICE_BYTES):
@@ -113,7 +113,7 @@ def typed_event_stream(
 def event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Server-sent events. events: objects to send. None: a comment."""
+    """Sends server-sent events. events: objects to send. None: a comment."""
 
     async def parts() -> AsyncIterator[bytes]:
         try:

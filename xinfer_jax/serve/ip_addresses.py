@@ -84,7 +84,7 @@ def _parse_address(text: str) -> _Address:
 
 
 def _peer_address(host: str) -> _Address:
-    """Also of fe80::1%eth0."""
+    """Returns the address of a host, also of a text like fe80::1%eth0."""
     return _parse_address(host.partition("%")[0])
 
 

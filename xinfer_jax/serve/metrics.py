@@ -42,7 +42,7 @@ class Metrics:
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Any]:
-        """The engine's metrics, for prometheus_client."""
+        """Yields the engine's metrics, for prometheus_client."""
         stats = self._engine.stats
         labels = [self._labels["model_name"]]
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)

@@ -144,7 +144,7 @@ class PeerWorker:
         self._endpoint.drop(ticket)
 
     def _withdraw(self, work: _Work | None) -> None:
-        """The pages of a row have arrived, or are not wanted."""
+        """Withdraws the pages of a row, which have arrived or are not wanted."""
         if work:
             work.target = 0
             if work.offer:

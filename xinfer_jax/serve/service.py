@@ -59,7 +59,7 @@ class Service:
     """Answers HTTP requests for completions with one model."""
 
     def __init__(self, settings: ServerSettings, log: Callable[[str], None]):
-        """log: writes a line of the log."""
+        """Makes a service. log: a function that writes a line of the log."""
         self.settings = settings
         self.log = log
         self.load_error = ""  # why the model cannot be loaded

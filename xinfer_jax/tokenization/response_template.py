@@ -138,7 +138,7 @@ def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
 
 
 def _bounded(found: re.Match[str]) -> str:
-    """A quantifier without a bound gets one, so that the time of a search is linear in the text."""
+    """Gives a bound to a quantifier without one, so that the time of a search is linear in the text."""
     least = {"*": 0, "+": 1}.get(found[0], found[1])
     return found[0] if least is None else f"{{{least},{_MOST_REPEATED}}}"
 

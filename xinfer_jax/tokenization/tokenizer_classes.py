@@ -251,7 +251,9 @@ def _probed(backend: tokenizers.Tokenizer) -> list[int]:
 def _fix_mistral_words(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Some of Mistral's tokenizers were published with an older regular expression of words."""
+    """Replaces the regular expression of words. Some of Mistral's tokenizers were published with an older
+    one.
+    """
     is_large = backend.get_vocab_size() >= _MISTRAL_LEAST_VOCABULARY
     model_type = config.get("model_type")
     version = config.get("transformers_version")

@@ -215,7 +215,7 @@ class HarmonyParser:
         self._kind = None
 
     def _end_header(self) -> None:
-        """The end of the answer: a text that is no part of a header is content."""
+        """Handles the end of the answer: a text that is no part of a header is content."""
         own = self._header[self._given :].rstrip(END + CALL + RETURN).strip()
         if own and not _MARK.search(own) and not _RECIPIENT.fullmatch(own):
             self._add("content", self._leave_header())
@@ -263,7 +263,7 @@ class _ArgumentsParser(CallParser):
 
 
 def _grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-    """An answer is one call: the template writes no more."""
+    """Returns the grammar of an answer. It is one call: the template writes no more."""
     heads = (
         f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> a{i}'
         for i, name in enumerate(parameters)

@@ -31,8 +31,8 @@ class JSONCallParser(CallParser):
     """Parses one call in this form."""
 
     def __init__(self, functions: Functions, is_marked: bool = True):
-        """is_marked: a mark says that this is a call. Without it, an object that has no arguments, or fields
-        that are no parameters of the function, may be an answer in JSON.
+        """Makes a parser. is_marked: True: a mark says that this is a call. Without it, an object that has no
+        arguments, or fields that are no parameters of the function, may be an answer in JSON.
         """
         super().__init__()
         self._functions = functions

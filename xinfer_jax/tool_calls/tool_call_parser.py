@@ -114,7 +114,9 @@ class ToolCallParser:
     # Each state returns the text that is left for the next one.
 
     def _push_start(self, text: str, ended: bool) -> str:
-        """An answer begins with a call that has no mark before it, or with content."""
+        """Parses the beginning of an answer. It begins with a call that has no mark before it, or with
+        content.
+        """
         for form in self._leading:
             at = form.find_start(text, ended) if form.find_start else -1
             if at is None:
@@ -149,7 +151,7 @@ class ToolCallParser:
         return text[cut:]
 
     def _push_form(self, text: str, ended: bool) -> str:
-        """The first character after the mark tells which form a call has."""
+        """Finds the form of a call by the first character after the mark."""
         body = text.lstrip()
         if not body and not ended:
             self._pending = text

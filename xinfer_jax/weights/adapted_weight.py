@@ -50,7 +50,9 @@ class AdaptedWeight(WeightLeaf):
         )  # fmt: skip
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        """The base may take other inputs than the adapters, so `product` asks it."""
+        """Returns x and the leaf of a device's shard. The base may take other inputs than the adapters, so
+        `product` asks it.
+        """
         return x, dataclasses.replace(self, axis_name=axis_name)
 
     def product(self, x: jax.Array) -> jax.Array:

@@ -56,8 +56,9 @@ class GroupedWeight(RotatedWeight):
         return 0 if self.values.shape[-3] * self.group == self.inputs else self.group
 
     def for_tpu(self) -> WeightLeaf:
-        """Scales of packed groups are float32, since no kernel there reads float16. Packed experts that a
-        kernel takes are padded, unless they fill tiles. Leaves with steps stay.
+        """Returns the leaf for TPUs. Scales of packed groups are float32, since no kernel there reads
+        float16. Packed experts that a kernel takes are padded, unless they fill tiles. Leaves with steps
+        stay.
         """
         if self.values.dtype != np.uint8 or self.step is not None:
             return self

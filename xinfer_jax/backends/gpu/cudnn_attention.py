@@ -50,7 +50,9 @@ def cudnn_form(call: Call) -> Callable | None:
 
 
 def _attend(q_BTNH: jax.Array, kv: Contiguous, visible: Any, sink_N: Any, scale: float) -> jax.Array:
-    """Padding follows the real tokens, which see nothing after themselves: lengths do not matter."""
+    """Computes attention without lengths. Padding follows the real tokens, which see nothing after
+    themselves: lengths do not matter.
+    """
     stored: Any = kv.k, kv.v
     k_BTKH, v_BTKH = (jnp.swapaxes(x, 1, 2) for x in stored)
     window = None if kv.window is None or kv.window >= kv.slots else (kv.window - 1, 0)
