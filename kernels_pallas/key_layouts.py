@@ -127,7 +127,7 @@ def from_levels(values: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
 
 
 def quantize(x: jax.Array, bits: int) -> Levels:
-    """Vectors [..., H] in levels between the smallest and the largest number of each."""
+    """Returns vectors [..., H] in levels between the smallest and the largest number of each."""
     x = x.astype(jnp.float32)
     return Levels(*to_levels(x, x.min(-1, keepdims=True), x.max(-1, keepdims=True), bits))
 

@@ -143,7 +143,7 @@ def gated_experts(  # noqa: PLR0913
 
 
 def _floats(experts: Any) -> jax.Array:
-    """Matrices of experts, float32 [X, O, I]."""
+    """Returns matrices of experts, float32 [X, O, I]."""
     if isinstance(experts, Mxfp4):
         return dequantize_mxfp4(experts)
     if isinstance(experts, Matrix):

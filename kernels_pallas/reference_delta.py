@@ -179,5 +179,5 @@ def normed_results(
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """Vectors, the last axis of x, of length 1."""
+    """Returns vectors, the last axis of x, of length 1."""
     return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

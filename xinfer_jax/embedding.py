@@ -208,7 +208,7 @@ def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def hidden_states_of(
     model: Model, rows: list[list[int]]
 ) -> Iterator[tuple[list[int], jax.Array, np.ndarray]]:
-    """Batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
+    """Yields batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
     tree = RunnableModel(model.params, model.config)
     limit = model.config.context_length
     executor = executor_class(model.params)(DEFAULT)
@@ -238,7 +238,7 @@ def check_texts(texts: Any) -> Any:
 
 
 def _batches(widths: list[int]) -> Iterator[list[int]]:
-    """Batches as lists of indices: texts of the same padded width, as many as fit."""
+    """Yields batches as lists of indices: texts of the same padded width, as many as fit."""
     for width in sorted(set(widths)):
         same_width = [i for i, w in enumerate(widths) if w == width]
         size = max(1, _MAX_BATCH_TOKENS // width)

@@ -107,7 +107,7 @@ def softmax_step(s, acc, largest, total):
 
 
 def key_capacity(k_PKSH: jax.Array, table_BP: jax.Array | None, ring: bool) -> int:
-    """Positions below this number have slots, the latest of them in a ring."""
+    """Returns positions below this number have slots, the latest of them in a ring."""
     if ring:
         return 2**30
     return k_PKSH.shape[2] * (1 if table_BP is None else table_BP.shape[1])

@@ -256,8 +256,8 @@ def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> 
 
 
 def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
-    """Zeros in place of keys and values that no query of the tile sees, which may be NaN: the weight 0 would
-    not remove that.
+    """Writes zeros in place of keys and values that no query of the tile sees. They may be NaN, which the
+    weight 0 would not remove.
     """
 
     def clear(head) -> None:

@@ -225,7 +225,7 @@ def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:
 
 
 def _finish(refs: _Refs, eps: float) -> None:
-    """Norms and gates of all rows of a tile."""
+    """Applies norms and gates to all rows of a tile."""
     (_, heads, Y) = refs.results.shape
     for n in range(heads):
         columns = slice(n * Y, (n + 1) * Y)

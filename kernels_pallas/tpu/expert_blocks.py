@@ -49,7 +49,7 @@ def expert_settings(dtype: Any, rows: int, matrices, activation, limit) -> Exper
 
 
 def _width(outputs: int, size: int) -> int:
-    """Outputs of a part, all or a multiple of 128: if possible a part of all."""
+    """Returns outputs of a part, all or a multiple of 128: if possible a part of all."""
     parts = pl.cdiv(size, _PART_BYTES)
     most = LANES * pl.cdiv(outputs, LANES * parts)
     if parts == 1 or most >= outputs:

@@ -20,7 +20,7 @@ _STEP = 1024  # inputs of a step of the loop
 
 
 def blocks_at_once() -> int:
-    """Blocks of an output that are multiplied at once: as many inputs as a matrix unit sums up."""
+    """Returns blocks of an output that are multiplied at once: as many inputs as a matrix unit sums up."""
     return 2 if has_bfloat16_vectors() else 1
 
 

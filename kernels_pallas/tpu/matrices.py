@@ -295,6 +295,6 @@ def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
 
 
 def _pair(x: jax.Array) -> jax.Array:
-    """Words of two equal bfloat16 numbers of a float32 number."""
+    """Returns words of two equal bfloat16 numbers of a float32 number."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | lax.shift_right_logical(bits, 16)

@@ -49,8 +49,8 @@ def has_large_vmem() -> bool:
 
 
 def keep_in_hbm(arrays: Any, interpret: bool) -> Any:
-    """Operands that XLA does not copy to on-chip memory before the call, as it may with small ones. The
-    emulator has no such memory.
+    """Returns operands that XLA does not copy to on-chip memory before the call, as it may with small ones.
+    The emulator has no such memory.
     """
     if interpret:
         return arrays
@@ -86,8 +86,8 @@ def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax
 
 
 def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
-    """Factors for `rotate_lanes` of these angles, for heads of that width. W: the width, or 128 lanes with as
-    many heads as they hold.
+    """Returns factors for `rotate_lanes` of these angles, for heads of that width. W: the width, or 128 lanes
+    with as many heads as they hold.
     """
     zeros = jnp.zeros_like(cos_RP)
     rest = jnp.zeros((len(cos_RP), width - 2 * cos_RP.shape[1]), jnp.float32)

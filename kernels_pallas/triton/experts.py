@@ -107,8 +107,8 @@ def _is_grouped(matrix: Any) -> bool:
 
 
 def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
-    """Sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They compile
-    for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
+    """Returns sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They
+    compile for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
     """
     rows = min(tile_size(math.ceil(2 * mean)), 128)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers

@@ -39,7 +39,7 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Indices of all these rows and columns, each [R, O]."""
+    """Returns indices of all these rows and columns, each [R, O]."""
     shape = len(row_R), len(column_O)
     return jnp.broadcast_to(row_R[:, None], shape), jnp.broadcast_to(column_O, shape)
 

@@ -99,7 +99,9 @@ def product(  # noqa: PLR0913
 
 
 def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
-    """Tiles that fill the multiprocessors, and compile for sm_80 and sm_89 without register spills."""
+    """Returns tiles that fill the multiprocessors, and compile for sm_80 and sm_89 without register
+    spills.
+    """
     M = len(x_MI)
     grouped = matrices[0].values.ndim == 3
     if M > FEW_ROWS:

@@ -151,7 +151,9 @@ def scheduled(family: str, advance: Callable[[float], None], **settings: Any) ->
 
 
 def held(advance: Callable[[float], None]) -> dict[str, Any]:
-    """Adapters, processors, vectors and grammars, with updates of adapters and weights between steps."""
+    """Runs requests with adapters, processors, vectors and grammars, with updates of adapters and weights
+    between steps.
+    """
     model = xj.load_model()
     adapters = [xj.lora.init_adapter(model.config, jax.random.key(i), 4) for i in range(3)]
     a, b, c = (jax.tree.map(lambda x: x + 0.05, adapter) for adapter in adapters)

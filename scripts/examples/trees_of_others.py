@@ -86,7 +86,7 @@ def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
 
 
 def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
-    """Layers stacked along axis 1, inputs first."""
+    """Returns layers stacked along axis 1, inputs first."""
     decoder = tree["decoder"]
     tensors = {
         "model.embed_tokens.weight": tree["token_embedder"]["embedding"],

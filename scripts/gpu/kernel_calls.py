@@ -217,8 +217,8 @@ def _argmax_arguments(V: int, dtype: str) -> Arguments:
 
 
 def _head_arguments(rows: int, D: int, V: int, dtype: str = "bfloat16") -> Arguments:
-    """Integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every maximum
-    does too.
+    """Returns integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every
+    maximum does too.
     """
     x_BD, weight_VD = (
         jnp.round(random(i, shape, jnp.float32)) for i, shape in enumerate(((rows, D), (V, D)))

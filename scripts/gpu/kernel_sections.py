@@ -85,7 +85,7 @@ def timing_case(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: 
 
 
 def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Callable) -> dict[str, Any]:
-    """Milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
+    """Returns milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
     call, args = job(*arguments(kernel, *shape))
     work, kind = least_work(kernel, *shape)
     rate = limit(plan.tiny, kind)
@@ -157,7 +157,7 @@ def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
 
 
 def references(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of all calls that have a reference, with the implementations that this device has."""
+    """Yields cases of all calls that have a reference, with the implementations that this device has."""
     if plan.tiny or plan.platform == "tpu":
         impls = [emulated(plan) or "tpu"]
     else:

@@ -27,8 +27,8 @@ ANSWER = "Paris"
 
 
 def logits(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in float32, and
-    of float16. Models have 4 layers, which compile in a sixth of the time of all.
+    """Yields cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in
+    float32, and of float16. Models have 4 layers, which compile in a sixth of the time of all.
     """
     names = ("tiny",) if plan.tiny else ("qwen2.5-0.5b", "qwen2.5-7b")
     for name in names:
@@ -67,7 +67,7 @@ def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
 
 
 def bench_figures(given: list[str]) -> dict[str, Any]:
-    """Medians of each batch, and their fractions of the limits that bench.py measures."""
+    """Returns medians of each batch, and their fractions of the limits that bench.py measures."""
     figures = {}
     for row in run_program("bench.py", *given)["rows"]:
         rows = row["rows"]
@@ -85,13 +85,13 @@ def kernels_and_xla(model: str, plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def decoding(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of packed weights, sampling, and draft tokens by prompt look-up."""
+    """Yields cases of packed weights, sampling, and draft tokens by prompt look-up."""
     for flag in ("--quantize=int8", "--quantize=int4", "--sampled", "--draft=lookup"):
         yield from speeds(plan, "qwen2.5-0.5b", flag)
 
 
 def engine(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of an engine: a request has the same bits alone and next to other requests."""
+    """Yields cases of an engine: a request has the same bits alone and next to other requests."""
     sizes = ["--requests=6", "--longest=70"] if plan.tiny else ["--requests=100", "--longest=200", "--rows=8"]
     models = ("",) if plan.tiny else ("", "--cache_dtype=int8", "--families=gemma3,qwen3_moe")
     for model in models:
@@ -100,7 +100,7 @@ def engine(plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def bundled(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of the bundled checkpoint: its text, also by an engine, and gradients."""
+    """Yields cases of the bundled checkpoint: its text, also by an engine, and gradients."""
     model = cache(partial(xj.load_model, dtype="float32" if plan.tiny else "bfloat16"))
     kernels = "xla" if plan.tiny else None  # emulated, this model would take minutes
 

@@ -128,7 +128,7 @@ def measure(server: Server, calls: int, end: float, text: str | None, call: Call
 
 
 def measure_alone(server: Server, calls: int, attack: Attack) -> tuple[dict[str, Any], str]:
-    """Results of the same calls before the attack, and the text of their answers."""
+    """Returns results of the same calls before the attack, and the text of their answers."""
     requests = [attack.call(0)]
     if attack.reranker:
         path, body = attack.chains(SHAPE["capacity"])[0][-1]

@@ -124,7 +124,7 @@ def wait_idle(service: Service, seconds: float) -> bool:
 
 
 def resident() -> float:
-    """Anonymous memory of this process in MiB, without free memory that the allocator keeps."""
+    """Returns the anonymous memory of this process in MiB, without free memory that the allocator keeps."""
     gc.collect()
     release_free_memory()
     lines = Path("/proc/self/status").read_text().splitlines()

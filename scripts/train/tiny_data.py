@@ -130,7 +130,7 @@ def _no_country_turn(rng: random.Random) -> Turn:
 
 
 def _noise_turn(rng: random.Random) -> Turn:
-    """Meaningless input, so that the model has seen nearly every byte and has an answer to it."""
+    """Returns meaningless input, so that the model has seen nearly every byte and has an answer to it."""
     unusual = (*range(33, 127), *rng.sample(range(160, 0xD800), 30), *rng.sample(range(0x1F300, 0x1FB00), 10))
     letters = "abcdefghijklmnopqrstuvwxyz" if rng.random() < 0.6 else "".join(map(chr, unusual))
     words = ("".join(rng.choices(letters, k=rng.randint(3, 8))) for _ in range(rng.randint(1, 4)))
@@ -184,8 +184,8 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], li
 
 
 def examples(tokenizer: Tokenizer, rng: random.Random) -> Iterator[tuple[list[int], list[bool]]]:
-    """Endless stream of training examples: `encode` of conversations, and one time in twenty a sentence
-    without the template.
+    """Yields an endless stream of training examples: `encode` of conversations, and one time in twenty a
+    sentence without the template.
     """
     for messages in conversations(rng):
         if rng.random() < 0.05:

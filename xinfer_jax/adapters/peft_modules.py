@@ -82,7 +82,9 @@ class PeftModule(NamedTuple):
         return f"{prefix}.lora_{ends[0]}", f"{prefix}.lora_{ends[1]}"
 
     def as_stored(self, tensors: Mapping[str, Any]) -> "PeftModule":
-        """This module with the outputs of its lora_B, which has key heads once that a mesh repeats."""
+        """Returns this module with the outputs of its lora_B, which has key heads once that a mesh
+        repeats.
+        """
         b = tensors.get(self.tensors[1])
         others = sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
         own = b.shape[0] - others if b is not None and b.shape else 0
@@ -90,7 +92,7 @@ class PeftModule(NamedTuple):
         return self._with_heads_once(repeated // own if own > 0 and not repeated % own else 1)
 
     def as_in(self, adapter: Adapter) -> "PeftModule":
-        """This module with the outputs that an adapter has."""
+        """Returns this module with the outputs that an adapter has."""
         pairs = zip(self.specs, map(adapter.matrices.get, self.paths), strict=True)
         times = (spec.shape[0] // max(1, len(pair.b)) for spec, pair in pairs if spec.kv_heads and pair)
         return self._with_heads_once(max(times, default=1))

@@ -206,7 +206,7 @@ class _Beams:
 
 
 def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: bool) -> list[str]:
-    """Statistics as lines of text."""
+    """Returns statistics as lines of text."""
     load = model.load_stats
     weights, cache, peak = map(format_mib, (load.weight_bytes, s.cache_bytes, s.peak_bytes))
     prefill_ms, ttft_ms, tpot_ms = (1e3 * t for t in (s.prefill_seconds, s.ttft_seconds, s.tpot_seconds))
@@ -230,7 +230,7 @@ def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: b
 
 
 def _json_stats(model: Model, s: GenerateStats, used: dict[str, Selection]) -> dict[str, Any]:
-    """Statistics as JSON fields."""
+    """Returns statistics as JSON fields."""
     rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
     load = model.load_stats
     loaded = dict(load_seconds=load.seconds, dtype=load.dtype, backend=jax.default_backend())

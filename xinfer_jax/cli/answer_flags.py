@@ -33,7 +33,7 @@ _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
 
 
 def define_checkpoint(parser: FlagParser, default: str = "the bundled one") -> None:
-    """Flags that name a checkpoint."""
+    """Defines flags that name a checkpoint."""
     parser.add_text(
         "model",
         "Checkpoint: a directory, or a Hugging Face hub name owner/name or owner/name@revision."
@@ -48,7 +48,7 @@ def define_checkpoint(parser: FlagParser, default: str = "the bundled one") -> N
 
 
 def define_model(parser: FlagParser) -> None:
-    """Flags of the model, which most commands have."""
+    """Defines flags of the model, which most commands have."""
     parser.group = "model"
     define_checkpoint(parser)
     parser.add_choice(
@@ -86,7 +86,7 @@ def define_cache_dtype(parser: FlagParser, dtypes: Iterable[str]) -> None:
 
 
 def define_engine(parser: FlagParser) -> None:
-    """Flags of the size of an engine, for commands that have one."""
+    """Defines flags of the size of an engine, for commands that have one."""
     parser.group = "engine"
     syntax = "numbers, as 0 or 0,1: an engine on each; 0+1: a mesh"
     parser.add_text("prefill_devices", f"Devices that prefill prompts: {syntax}.", "give numbers of devices")
@@ -160,7 +160,7 @@ def define_seed(parser: FlagParser) -> None:
 
 
 def define_sampling(parser: FlagParser) -> None:
-    """Flags of the sampling settings."""
+    """Defines flags of the sampling settings."""
     parser.group = "sampling"
     for setting in SETTINGS.values():
         if setting.help:

@@ -143,7 +143,9 @@ def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str
 
 
 def _measure_engine(flags: Any, model: Model) -> dict[str, Any]:
-    """Requests to an engine, all at once: seconds until all have ended, and quantiles of their times."""
+    """Measures requests to an engine, all at once: seconds until all have ended, and quantiles of their
+    times.
+    """
     limit = model.config.context_length
     lengths = [n for n in flags.prompt_lengths if n + flags.new_tokens <= limit]
     if not lengths:

@@ -63,7 +63,7 @@ def measure_perplexity(command: str, flags: Any, text: str) -> int:
 
 
 def sliding_windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Windows of the text, each with the number of its last tokens that no window before had."""
+    """Yields windows of the text, each with the number of its last tokens that no window before had."""
     end = 0
     for begin in range(0, len(ids), stride):
         before = end

@@ -29,7 +29,7 @@ class SignalEvent(threading.Event):
 
 
 def seconds_since_start() -> float:
-    """Seconds since a command imported this module, which it does first."""
+    """Returns the seconds since a command imported this module, which it does first."""
     return time.monotonic() - _STARTED
 
 

@@ -30,7 +30,7 @@ print(json.dumps(ClusterEnv.auto_detect_unset_distributed_params(None, None, Non
 
 
 def define_processes(parser: FlagParser) -> None:
-    """Flags for several processes that run one model."""
+    """Defines flags for several processes that run one model."""
     parser.group = "several processes"
     parser.add_text(
         "coordinator",

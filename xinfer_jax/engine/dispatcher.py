@@ -160,7 +160,7 @@ class Dispatcher:
             source.endpoint.forget(source.ticket)
 
     def return_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Pages of an answer, for the prefix cache of the endpoint that prefilled its prompt."""
+        """Returns pages of an answer to the prefix cache of the endpoint that prefilled its prompt."""
         if source := self._source(ticket):
             source.endpoint.cache_pages(source.ticket, ids, first, contents)
 
@@ -227,7 +227,7 @@ class Dispatcher:
             self._drop(self._current.pop(answer, None))
 
     def _drop(self, job: Job | None) -> None:
-        """Endpoints have no more to do for an answer."""
+        """Ends the work of endpoints for an answer."""
         while job:
             self._jobs.pop(job.ticket, None)
             job.endpoint.drop(job.ticket)

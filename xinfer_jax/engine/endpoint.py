@@ -63,7 +63,9 @@ class EngineEndpoint:
         return self._engine.error
 
     def example_row(self) -> Any:
-        """Arrays as `receive` takes them, of a row with one group of pages, before the engine has rows."""
+        """Returns arrays as `receive` takes them, of a row with one group of pages, before the engine has
+        rows.
+        """
         return self._core.example_row()
 
     def submit(self, ticket: int, answer: Answer) -> None:

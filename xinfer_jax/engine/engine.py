@@ -112,7 +112,7 @@ class LocalEngine(EngineLoop):
         dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]
 
     def endpoint(self, emit: Callable[..., None]) -> EngineEndpoint:
-        """This engine, which has a role, for a `Dispatcher`. emit: takes its events."""
+        """Returns this engine, which has a role, for a `Dispatcher`. emit: takes its events."""
         return EngineEndpoint(self, self.core, emit)
 
     @property

@@ -352,7 +352,7 @@ class Device:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
     def empty_adapters(self) -> AdapterStack:
-        """Adapters that change nothing."""
+        """Returns adapters that change nothing."""
         sizes = self._shape.max_adapters, self._shape.max_rank
         return AdapterStack(self.params, self.config, *sizes, self._mesh, self._create)
 
@@ -480,7 +480,7 @@ class Device:
         return rows
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
-        """Pages, recurrent states and snapshots."""
+        """Returns pages, recurrent states and snapshots."""
         shape = self._shape
         parts = (
             lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),

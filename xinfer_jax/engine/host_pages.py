@@ -53,7 +53,7 @@ class HostPages:
         self._saved = None
 
     def load(self, pages: np.ndarray, pools: Any) -> Any:
-        """Contents of these pages, for the device's `pools`."""
+        """Returns contents of these pages, for the device's `pools`."""
         self.finish()
         arrays = iter(self._arrays)
 

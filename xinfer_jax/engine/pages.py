@@ -14,7 +14,7 @@ from ..cache.page_size import PAGE_SIZE
 
 
 def num_pages_for(tokens: int) -> int:
-    """Pages that hold this many tokens."""
+    """Returns the number of pages that hold this number of tokens."""
     return -(-tokens // PAGE_SIZE)
 
 

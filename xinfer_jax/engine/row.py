@@ -112,7 +112,7 @@ class Row:
         return "running" if self.is_prefilled else "prefilling"
 
     def resalt(self, salt_of: Callable[[bytes], bytes]) -> None:
-        """Its pages have the salt of an engine's for its request's."""
+        """Changes the salt of its pages from the salt of its request to the engine's salt for it."""
         self.salt = salt_of(self.salt)
 
     def record_elsewhere(self, computed: int, hits: int) -> None:

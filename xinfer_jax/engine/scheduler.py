@@ -121,8 +121,8 @@ class Scheduler:
         self.clients.add(row)
 
     def schedule(self, now: float = 0.0) -> list[Action]:
-        """Actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`. now:
-        seconds at which the step began.
+        """Returns actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`.
+        now: seconds at which the step began.
         """
         actions: list[Action] = []
         self._now = now

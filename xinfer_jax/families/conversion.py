@@ -310,5 +310,5 @@ def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
 
 
 def _groups(spec: FileSpec) -> int:
-    """Groups of rows of the tensor that holds it, of all experts."""
+    """Returns groups of rows of the tensor that holds it, of all experts."""
     return spec.fused_groups * math.prod(spec.shape[: spec.row_axis])

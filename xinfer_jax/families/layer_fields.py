@@ -33,7 +33,7 @@ def shared_kv_layers(config: ModelConfig) -> list[int]:
 
 
 def attention_bias(hf: Mapping) -> dict[str, Any]:
-    """Biases of the queries, keys and values, and of the output matrix."""
+    """Returns biases of the queries, keys and values, and of the output matrix."""
     bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
 
@@ -127,7 +127,7 @@ def read_experts(hf: Mapping, norm_topk_prob: bool = True, **options: Any) -> Ex
 
 
 def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
-    """Experts, one of which all tokens use."""
+    """Returns experts, one of which all tokens use."""
     shared = get_count(hf, "shared_expert_intermediate_size")
     return read_experts(hf, norm_topk_prob, shared_intermediate_size=shared)
 

@@ -95,7 +95,7 @@ def _expert_at(expert: jax.Array, experts: Params) -> Params:
 
 
 def num_local_experts(experts: Params) -> int:
-    """Experts of this device."""
+    """Returns experts of this device."""
     return len(jax.tree.leaves(experts)[0])
 
 

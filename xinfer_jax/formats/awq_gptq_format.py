@@ -207,7 +207,7 @@ class AwqGptqFormat(MatrixFormat):
         return np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
 
     def _pack_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Words of neighbouring numbers of each row, from which `_outputs` makes them."""
+        """Returns words of neighbouring numbers of each row, from which `_outputs` makes them."""
         size = 32 // self.bits
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)))
         columns = [padded[:, i::size] for i in range(size)]
@@ -219,7 +219,7 @@ class AwqGptqFormat(MatrixFormat):
 
 
 def _columns(stored: StoredTensor, at: slice) -> np.ndarray:
-    """Columns of a matrix."""
+    """Returns columns of a matrix."""
     return stored.slice_axis(1, at.start, at.stop - at.start)[:]
 
 

@@ -61,7 +61,7 @@ def _pack_numbers(check: Any, leaf: GroupedWeight, convert: Callable[[Any], np.n
 
 
 def _pack_zeros(leaf: GroupedWeight, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """Words of neighbouring outputs."""
+    """Returns words of neighbouring outputs."""
     return _words(convert(leaf.zero)).T
 
 

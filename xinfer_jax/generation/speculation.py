@@ -124,7 +124,7 @@ def last_and_draft_tokens(
 
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
-    """This token of each row."""
+    """Returns this token of each row."""
     return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
 
 

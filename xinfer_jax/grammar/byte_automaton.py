@@ -131,7 +131,7 @@ def _without_dead_ends(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray
 
 
 def _byte_ranges(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
-    """Sequences of ranges of bytes, which together are the UTF-8 of these characters."""
+    """Yields sequences of ranges of bytes, which together are the UTF-8 of these characters."""
     for limit in _LENGTH_LIMITS:
         if low <= min(high, limit):
             yield from _of_one_length(low, min(high, limit))

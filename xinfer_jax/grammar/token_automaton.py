@@ -44,7 +44,7 @@ def token_automaton(
 
 
 def _by_length(tokens: Sequence[bytes], without: set[int], known: bytes) -> list[Any]:
-    """Ids and bytes, uint8 [N, L], of the tokens whose bytes are all known, by length."""
+    """Returns ids and bytes, uint8 [N, L], of the tokens whose bytes are all known, by length."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, token in enumerate(tokens):
         if token and i not in without and not token.translate(None, known):

@@ -133,5 +133,5 @@ class Turns:
 
 
 def _kind(job: Any) -> tuple[str, str]:
-    """Jobs that take about as long: compiling a grammar, or its masks in a client's answers."""
+    """Returns jobs that take about as long: compiling a grammar, or its masks in a client's answers."""
     return job.key, job.client if job.name == MASKS else ""

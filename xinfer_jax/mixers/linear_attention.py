@@ -80,7 +80,7 @@ def mix(
 
 
 def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, N, T, Y], and the state after T tokens."""
+    """Returns outputs [B, N, T, Y], and the state after T tokens."""
     T = tokens.k_BNTH.shape[2]
     if T == 1:
         return run("recurrent_step", recurrent_step, tokens=tokens, state_BNHY=state_BNHY)
@@ -184,7 +184,9 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
 def _before(
     layer: Params, config: ModelConfig, cache: Recurrent, start_B: jax.Array
 ) -> tuple[Inputs, jax.Array]:
-    """Inputs and state before the tokens at start_B, with the accepted ones of the draft slots applied."""
+    """Returns inputs and state before the tokens at start_B, with the accepted ones of the draft slots
+    applied.
+    """
     if cache.steps is None or cache.base_B is None:
         return cache.before(start_B)
     P = cache.draft_slots
@@ -197,7 +199,7 @@ def _before(
 
 
 def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
-    """Inputs and state before the first token: zeros."""
+    """Returns inputs and state before the first token: zeros."""
     B = new[0].shape[0]
     (_, W, _), _, _, (_, H, Y) = state_shapes(spec)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)

@@ -263,7 +263,7 @@ def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
 def embed_ids(
     params: Params, config: ModelConfig, token: jax.Array, name: str = "embed", scale: float | None = None
 ) -> jax.Array:
-    """Embeddings [..., D] of ids [...], by the matrix of that name."""
+    """Returns embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
     return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])

@@ -24,8 +24,8 @@ def routes_shape(config: ModelConfig) -> tuple[int, int]:
 
 
 def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
-    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises InputError if
-    the model has no mixture.
+    """Returns routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises
+    InputError if the model has no mixture.
     """
     return jnp.full((*tokens_shape, *routes_shape(config)), -1, jnp.int32)
 

@@ -153,7 +153,7 @@ class Callers:
         return merged(0, lambda: token_B), logprobs, lambda: merged(1, sampled_from)
 
     def _choose(self, logits_BV: Any, key_B: Any, settings: Any, context: Context) -> tuple[Any, Any]:
-        """Tokens, and the logits that they were sampled from."""
+        """Returns tokens, and the logits that they were sampled from."""
 
         def warp(kept_BV: jax.Array) -> jax.Array:
             largest_B1 = jnp.max(kept_BV, -1, keepdims=True)

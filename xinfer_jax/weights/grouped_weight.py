@@ -111,7 +111,7 @@ class GroupedWeight(RotatedWeight):
         return self.unrotated(matrix_IO.T)
 
     def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
-        """Offsets are multiplied with the sums of groups of activations."""
+        """Returns the product. Offsets are multiplied with the sums of groups of activations."""
         if self.offset is None:
             return super().product_of_rows(x_MI)
         y_MO = dataclasses.replace(self, offset=None).product_of_rows(x_MI)

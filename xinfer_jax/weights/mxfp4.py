@@ -55,7 +55,7 @@ class Mxfp4Weight(QuantizedWeight):
         return PaddedWeight.padded(dataclasses.replace(self, values=values_for_tpu(self.values)))
 
     def for_files(self) -> Self:
-        """Matrices in the order of checkpoints."""
+        """Returns matrices in the order of checkpoints."""
         return dataclasses.replace(self, values=values_from_tpu(self.values)) if is_for_tpu(self) else self
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:

@@ -70,7 +70,9 @@ def stored_weight(weight: Any) -> Any:
 
 
 def without_padding(params: Any) -> Any:
-    """Parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of files."""
+    """Returns parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of
+    files.
+    """
 
     differs = lambda leaf: hasattr(leaf, "for_files")  # noqa: E731
     return jax.tree.map(lambda x: x.for_files() if differs(x) else x, params, is_leaf=differs)

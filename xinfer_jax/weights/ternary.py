@@ -57,7 +57,7 @@ class TernaryWeight(QuantizedWeight):
         return unpack_ternary(self.values, self.inputs).astype(jnp.float32).T * self.scale[:, None]
 
     def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
-        """Sums of integers are exact: other rows and devices change no bit."""
+        """Returns the product. Sums of integers are exact: other rows and devices change no bit."""
         x_MI, factor_M1 = quantize_activations(x_MI, self.axis_name)
         sums_MO = run("ternary_sums", plain_sums, x_MI=x_MI, values_W2O=self.values)
         return sums_MO / factor_M1 * self.scale

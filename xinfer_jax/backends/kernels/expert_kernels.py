@@ -62,7 +62,7 @@ def _arrays(experts: Params) -> list[Any]:
 
 
 def _operand(x: Any) -> Any:
-    """Matrices of experts, or biases, as kernels take them."""
+    """Returns matrices of experts, or biases, as kernels take them."""
     x = stored_weight(x)
     if isinstance(x, Mxfp4Weight):
         return kernels_pallas.Mxfp4(x.values, x.scale)
