@@ -329,7 +329,7 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize("rows", [96, 100])
 def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
-    """PEFT saves the embedding and the head beside the adapter, or also what it adds to them."""
+    """PEFT saves the embedding and the head next to the adapter, or also what it adds to them."""
     adapter = xj.lora.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
     xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"

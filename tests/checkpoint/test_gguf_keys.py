@@ -113,7 +113,7 @@ def test_a_key_that_is_not_supported_is_named(tmp_path, key):
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gemma3"])
 def test_keys_of_another_converter(tmp_path, name):
-    """Ollama writes these beside the keys of llama.cpp, from the same checkpoints."""
+    """Ollama writes these next to the keys of llama.cpp, from the same checkpoints."""
     files.write(tmp_path / "x.gguf", name)
     file = open_gguf(tmp_path / "x.gguf")
     width = opened(file)[0]["head_dim"]

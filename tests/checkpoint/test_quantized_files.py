@@ -223,7 +223,7 @@ def test_some_modules_of_gptq_and_auto_round_are_stored_otherwise(tmp_path):
 
 
 def test_rules_of_gptq_by_names_of_the_whole_model(tmp_path):
-    """A model that sees has such names. They are there again if it is saved beside the whole."""
+    """A model that sees has such names. They are there again if it is saved next to the whole."""
     (stored, _) = convert(GPTQ)
     (others, equal) = convert(GPTQ | dict(bits=8, sym=True), zeros=128)
     mlp = "model.layers.0.mlp."

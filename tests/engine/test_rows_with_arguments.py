@@ -1,5 +1,5 @@
 """An engine that holds adapters, vectors for hidden states, and logits processors, which its rows name: their
-bits beside other rows, versions, pages, drafts, bad input.
+bits next to other rows, versions, pages, drafts, bad input.
 """
 
 import compiling

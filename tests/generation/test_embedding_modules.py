@@ -45,8 +45,8 @@ def write(
     """A checkpoint as sentence-transformers writes it: no head, names without "model.".
 
     Args:
-        pooling, transformer: settings of these modules; None: a pooling of the last token, no file.
-        tokenizer: further settings of the tokenizer; None: it adds no tokens.
+        pooling, transformer: settings of these modules. None: a pooling of the last token, no file.
+        tokenizer: further settings of the tokenizer. None: it adds no tokens.
         settings: of config_sentence_transformers.json.
     """
     tiny.write(path, config | dict(architectures=None, tie_word_embeddings=True))

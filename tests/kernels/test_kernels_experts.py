@@ -123,7 +123,7 @@ def test_matrices_in_mxfp4(dtype):
 
 
 def test_bits_of_a_choice_depend_on_no_other_choice():
-    """Nor on its place in a tile: rows in another order, and one row beside others that chose its expert."""
+    """Nor on its place in a tile: rows in another order, and one row next to others that chose its expert."""
     x, weight, expert, *matrices = case(jnp.bfloat16, distinct(40, 2))
     out_MD = np.asarray(by_kernel(x, weight, expert, *matrices))
     order = np.random.RandomState(1).permutation(40)

@@ -59,7 +59,7 @@ def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
     ],
 )
 def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
-    """rows: the number of rows that are left of it; 0: it is missing."""
+    """rows: the number of rows that are left of it. 0: it is missing."""
     case = cases.CASES["phi3-defaults"]
     weights = cases.fuse_tensors(case.config, cases.random_tensors(case.config, 0))
     matrix = weights.pop(f"model.layers.1.{name}.weight")

@@ -118,7 +118,7 @@ def test_stops_at_the_same_eos():
 
 @pytest.mark.parametrize("name", cases.FIRST.values())
 def test_transformers_opens_what_is_saved(tmp_path, name):
-    """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
+    """Its logits stay, and next to its own checkpoint the names, dtypes and bits of all tensors."""
     config, params, model = build(name)
     prompt = cases.prompts(cases.CASES[name])[1]
     xj.save_model(params, config, tmp_path / "ours", max_shard_bytes=100_000)

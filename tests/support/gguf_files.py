@@ -129,7 +129,7 @@ def _plain(name: str) -> str:
 
 
 def _order(arch: str, config, name: str, tensor) -> tuple[np.ndarray, int] | None:
-    """The converter's order along an axis; None: the tensor stays."""
+    """The converter's order along an axis. None: the tensor stays."""
     if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return np.arange(len(tensor)).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1), 0
@@ -289,7 +289,7 @@ def _llama3_divisors(hf) -> np.ndarray:
 
 
 def tokenizer_metadata(saved, pre: str = "", size: int = 0) -> dict:
-    """The metadata of a tokenizer.json, filled to that size. pre: of byte-level BPE; "": SentencePiece."""
+    """The metadata of a tokenizer.json, filled to that size. pre: of byte-level BPE. "": SentencePiece."""
     saved = json.loads(saved.read_text() if isinstance(saved, Path) else saved)
     model = saved["model"]
     added = {token["id"]: token for token in saved["added_tokens"]}

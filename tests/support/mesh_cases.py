@@ -1,7 +1,7 @@
 """The cases of test_meshes.py, over 8 virtual devices.
 
 Run as a program with names of cases, as `gemma2-4` of a family over four devices, it prints a JSON object
-with the error of each case; "": it passed.
+with the error of each case. "": it passed.
 """
 
 import dataclasses

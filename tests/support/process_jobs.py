@@ -66,7 +66,7 @@ def job(
         args: arguments of all processes.
         each: further arguments of single processes, by process number.
         count: number of processes of the job.
-        num_started: number of processes that are started; 0: all.
+        num_started: number of processes that are started. 0: all.
     """
     address = f"--coordinator=127.0.0.1:{free_port()}"
     started = list[Process]()

@@ -61,7 +61,7 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
 
 
 def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
-    """A text that the grammar allows, with these parts where they may stand; None: it did not end."""
+    """A text that the grammar allows, with these parts where they may stand. None: it did not end."""
     text = bytearray()
     mask = np.zeros(9, np.uint32)
     while True:

@@ -99,10 +99,10 @@ def write(
         path: the directory; made if it does not exist.
         hf: contents of config.json.
         dtype: of the stored weights.
-        shards: 1: model.safetensors; more: that many files and an index.
+        shards: 1: model.safetensors. more: that many files and an index.
         weights: instead of `tensors(hf)`; stored as they are.
         with_tokenizer: whether tokenizer.json and tokenizer_config.json are written.
-        tokenizer_config, generation_config: contents of those files; None: no file.
+        tokenizer_config, generation_config: contents of those files. None: no file.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "config.json", hf)
