@@ -23,11 +23,12 @@ class OutputItems:
     """
 
     def __init__(self, response_id: str, encrypts_reasoning: bool, with_logprobs: bool):
-        """
+        """Makes the items of one answer.
+
         Args:
-            response_id: ids of items contain it.
-            encrypts_reasoning: items of reasoning also have `encrypted_content`.
-            with_logprobs: texts have log-probabilities.
+            response_id: the id of the response. Ids of items contain it.
+            encrypts_reasoning: True: items of reasoning also have `encrypted_content`.
+            with_logprobs: True: texts have log-probabilities.
         """
         self.items: list[dict[str, Any]] = []  # those that have ended
         self.reasoning = ""  # all of it
