@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """Returns the installed version, or the version in pyproject.toml if the checkout is not installed."""
+    """Returns the installed version, or that of pyproject.toml in a checkout that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 
