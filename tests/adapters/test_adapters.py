@@ -356,7 +356,7 @@ def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
 
 
 def test_patterns_and_numbers_of_the_settings(tmp_path, monkeypatch):
-    """Flags of a pattern are its own; a huge number is no scale; patterns take bounded time."""
+    """Flags of a pattern are its own. A huge number is no scale. Patterns take bounded time."""
     xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text())

@@ -50,7 +50,7 @@ def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody
     ("tokens", "max_tokens"), [((20,), 12), ((31,), 1), ((40,), 60), ((90,), 10), ((20, 40), 12)]
 )
 def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens, monkeypatch):
-    """Factors change beyond 32 tokens; a request has 100 at most. More than fits is an error."""
+    """Factors change beyond 32 tokens. A request has 100 at most. More than fits is an error."""
     rope = dataclasses.replace(
         model.config.rope, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,)
     )
@@ -357,7 +357,7 @@ def test_tool_calls_without_content(model):
 
 
 def test_fields_of_reasoning(model):
-    """The effort is a variable of the template; fields without effect are accepted in all kinds."""
+    """The effort is a variable of the template. Fields without effect are accepted in all kinds."""
     own = copy.copy(model.tokenizer)
     own.chat_template = "{{ reasoning_effort }} {{ enable_thinking }}"
     ours = dataclasses.replace(model, tokenizer=own)

@@ -60,7 +60,7 @@ def test_the_quantization_error_is_at_most_half_a_step(name):
 
 @pytest.mark.full
 def test_gear_equals_a_calculation_by_hand():
-    """Outliers are exact; the rest loses what four directions of the first tokens cannot represent."""
+    """Outliers are exact. The rest loses what four directions of the first tokens cannot represent."""
     x = np.random.RandomState(1).standard_normal((1, 2, 40, 16)).astype(np.float32)
     x[..., 3] *= 8
     quantized = encode(cache_dtype_of("gear").empty(x.shape), x, np.array([30]))
@@ -151,7 +151,7 @@ def small_model():
 
 @pytest.mark.full
 def test_gear_rows_do_not_depend_on_the_batch(small_model):
-    """A prompt of several prefill chunks alone, and among others with shorter chunks, as on a GPU; and layer
+    """A prompt of several prefill chunks alone, and among others with shorter chunks, as on a GPU, and layer
     by layer.
     """
     params, config = small_model

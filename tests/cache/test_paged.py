@@ -143,7 +143,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
 @pytest.mark.parametrize("kind", [Contiguous, Ring, Paged])
 @pytest.mark.parametrize("T", [1, 5])
 def test_attention_of_a_row_does_not_read_other_rows(T, kind):
-    """A row's bits follow from its own keys; those of other rows may be NaN."""
+    """A row's bits follow from its own keys. Those of other rows may be NaN."""
     B = 4
     S = 320
     lengths = np.array([300, 7, 64, 129], np.int32)

@@ -103,7 +103,7 @@ def test_odd_rows_begin_within_a_byte(tmp_path):
 
 @pytest.mark.parametrize("name", full_except(["phi3-defaults"], ["moe-defaults", "gemma4-experts"]))
 def test_four_bits_of_fused_matrices_and_mixtures(tmp_path, name):
-    """Experts are apart, as transformers 4 wrote them; those of one tensor stay floats."""
+    """Experts are apart, as transformers 4 wrote them. Those of one tensor stay floats."""
     hf = cases.CASES[name].hf
     encode = four_bits(nested=True)
     (stored, equal) = convert(

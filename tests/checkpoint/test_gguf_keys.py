@@ -71,7 +71,7 @@ def another(key, value):
 @pytest.mark.unit
 @pytest.mark.parametrize("name", files.CONFIGS)
 def test_keys_that_are_read_change_the_model(tmp_path, name):
-    """Another value makes another model, or is an error; required keys are needed."""
+    """Another value makes another model, or is an error. Required keys are needed."""
     files.write(tmp_path / "x.gguf", name)
     file = open_gguf(tmp_path / "x.gguf")
     arch = name.removesuffix("-experts")
@@ -215,7 +215,7 @@ def test_vectors_and_defaults_of_sampling(tmp_path):
 
 
 def test_factors_of_matrices(tmp_path):
-    """`.scale` is a factor of a matrix, as of NVFP4's, or one for each expert; `.input_scale` is not used."""
+    """`.scale` is a factor of a matrix, as of NVFP4's, or one for each expert. `.input_scale` is not used."""
 
     kind = gguf.GGMLQuantizationType.NVFP4
     blocks = np.random.default_rng(0).integers(0, 127, (64, 36), np.uint8)  # a row of 64 numbers each
@@ -237,7 +237,7 @@ def test_factors_of_matrices(tmp_path):
 
 
 def test_the_head_of_a_reranker(tmp_path):
-    """Its rows are those of the tokens yes and no of the model's own head; another classifier is an error."""
+    """Its rows are those of the tokens yes and no of the model's own head. Another classifier is an error."""
     tokens = ["y", "e", "s", "n", "o", "ye", "yes", "no"]
     words = dict(WORDS, tokens=tokens, merges=["y e", "ye s", "n o"])
     metadata = {f"tokenizer.ggml.{key}": value for key, value in words.items()}

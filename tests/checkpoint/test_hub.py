@@ -1,7 +1,7 @@
 """Checkpoints of the hub: pinned revisions, subfolders, files that were downloaded before, and errors.
 
-No test reaches the hub. The tests of the cache run the code of huggingface_hub on a cache that they write;
-the other tests stand in for the download, and check its arguments.
+No test reaches the hub. The tests of the cache run the code of huggingface_hub on a cache that they write.
+The other tests stand in for the download, and check its arguments.
 """
 
 import json

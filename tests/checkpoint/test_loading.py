@@ -206,7 +206,7 @@ sys.stdin.readline()
 
 
 def _write_large(path, hf):
-    """About 200 MB of bfloat16 in two shards; experts are stacked, or about 50 MB in MXFP4."""
+    """About 200 MB of bfloat16 in two shards. Experts are stacked, or about 50 MB in MXFP4."""
     random = np.random.default_rng(0)
     specs = jax.tree.leaves(file_specs(from_hf(hf)))
     stacked = {spec.fused_name for spec in specs}

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded, each with one clear error; and hub names."""
+"""Checkpoints that cannot be loaded, each with one clear error, and hub names."""
 
 import json
 import os
@@ -177,7 +177,7 @@ TEXT = [
 
 @pytest.mark.parametrize("shards", [None, *SHARD_NAMES])
 def test_a_hub_name_is_downloaded(tmp_path, monkeypatch, shards):
-    """The index decides which shards; files of other uses are not fetched."""
+    """The index decides which shards. Files of other uses are not fetched."""
     path = tiny.write(tmp_path / "repository", shards=2 if shards else 1)
     weights = {"model.safetensors"}
     if shards:

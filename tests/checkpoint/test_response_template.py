@@ -159,7 +159,7 @@ def test_a_parser_of_another_form_leaves_content():
 
 
 def test_a_checkpoint_declares_it(good, tmp_path, caplog):
-    """It holds where the chat template writes calls in no known form; one that is not served is left out."""
+    """It holds where the chat template writes calls in no known form. One that is not served is left out."""
     config = json.loads((good / "tokenizer_config.json").read_text())
     for template, spec, is_used in (
         ("{{ messages[0].content }}", BRACKETS, True),

@@ -144,7 +144,7 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
 @pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
 @pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
 def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
-    """Experts apart; several leaves are in one matrix. Widths are multiples of what a word holds."""
+    """Experts apart. Several leaves are in one matrix. Widths are multiples of what a word holds."""
     random = np.random.default_rng(0)
 
     def encode(tensor, x):

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line on standard error, exit code 2; interrupts; and hostile inputs,
+"""Errors of the command line: one line on standard error, exit code 2; interrupts, and hostile inputs,
 rejected at once and with little memory.
 """
 

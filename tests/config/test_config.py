@@ -1,4 +1,4 @@
-"""`from_hf`: the config of each family, from older and newer names; unsupported settings raise by name."""
+"""`from_hf`: the config of each family, from older and newer names. Unsupported settings raise by name."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_defaults_of_families():
 
 
 def test_fewer_layers():
-    """The first ones; more than there are is an error."""
+    """The first ones. More than there are is an error."""
     config = from_hf(hf("smollm3"))
     fewer = dataclasses.replace(config, num_hidden_layers=2)
     assert fewer.layers == config.layers[:2] and fewer != config

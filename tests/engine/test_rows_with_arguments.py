@@ -114,7 +114,7 @@ def generated(model, adapters, adapter=None, taps=None, processors=None, **how) 
 
 
 def test_rows_have_the_bits_that_they_have_alone(engine, model, adapters, monkeypatch):
-    """Beside others, and where a row is preempted in each step; nothing is compiled."""
+    """Beside others, and where a row is preempted in each step. Nothing is compiled."""
     contents = dict(zip("abc", adapters, strict=True))
     with compiling.events() as seen:
         alone = [answer(submit(engine, **row)) for row in ROWS]
@@ -282,7 +282,7 @@ def test_bad_calls_of_adapters(engine, model, adapters, tmp_path):
 
 
 def test_pages_of_steered_requests_are_never_shared(engine):
-    """Neither with others nor with requests of equal vectors; and none of theirs are kept. With factors of 0
+    """Neither with others nor with requests of equal vectors, and none of theirs are kept. With factors of 0
     they are shared.
     """
     found = []

@@ -68,7 +68,7 @@ def check(engine, requests, versions) -> None:
 
 
 def test_continue_and_recompute(engine, versions):
-    """Two updates of each kind, of rows that decode, prefill and wait; the prompts begin alike."""
+    """Two updates of each kind, of rows that decode, prefill and wait. The prompts begin alike."""
     common = [*range(5, 105)]
     with compiling.events() as seen:
         requests = [start(engine, [*common, *range(60)], 5, prompt_logprobs=2)]

@@ -317,7 +317,7 @@ def test_transformers_finds_the_same(name, rules):
 
 
 def penalty_on(start: int, presence: float, frequency: float):
-    """The two penalties that transformers lacks, as a processor for it; `start`: where the answer begins."""
+    """The two penalties that transformers lacks, as a processor for it. `start`: where the answer begins."""
     import torch
 
     def processor(ids, scores):

@@ -180,7 +180,7 @@ def test_nothing_is_compiled_for_other_settings_and_rows_within_the_buckets(qwen
 
 @pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "bfloat16", "float16"]))
 def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
-    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none
+    """Compiled memory analysis: the cache's bytes are aliased. Temporaries are far below the weights: none
     were widened or copied.
     """
     config = from_hf(

@@ -143,7 +143,7 @@ def test_no_step_follows_the_last_token(model, monkeypatch):
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
 def test_impl_chooses_the_program_of_each_call(jitted):
-    """Kernels are another program than plain operations, whichever came first; called again, it is kept."""
+    """Kernels are another program than plain operations, whichever came first. Called again, it is kept."""
     params, config = layers(1)
 
     def logits(impl):
@@ -234,7 +234,7 @@ def test_layerwise_prefill_width(rows, widths):
 
 
 def test_a_prompt_of_several_chunks_compiles_one_width():
-    """It compiles as many programs as a short prompt; another length of the same width compiles none; padding
+    """It compiles as many programs as a short prompt. Another length of the same width compiles none. Padding
     changes nothing.
     """
     config = from_hf(SMALL | dict(hidden_size=24, max_position_embeddings=1024))

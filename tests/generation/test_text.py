@@ -72,7 +72,7 @@ def test_a_list_of_prompts_gives_a_list(model):
 
 
 def test_a_list_with_stop_strings(model):
-    """Each text ends before its first stop string, as it does alone; a row without one continues."""
+    """Each text ends before its first stop string, as it does alone. A row without one continues."""
     whole = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
     stops = (whole[0][3:6], whole[1][5:6])
     options = dataclasses.replace(SAMPLED, stop_strings=stops)
@@ -213,7 +213,7 @@ def test_incomplete_characters_are_decoded_a_bounded_number_of_times(model, monk
 
 
 def test_an_end_id_has_no_text(model):
-    """Also one that is no special token, in all functions of text; `tokens` has it."""
+    """Also one that is no special token, in all functions of text. `tokens` has it."""
     tokenizer = model.tokenizer
     whole = xj.generate(model.params, model.config, [xj.encode_prompt(model, QUESTION)]).tokens[0]
     end = whole[3]

@@ -203,7 +203,7 @@ def test_answers_are_valid(model, engine):
 
 @pytest.mark.full
 def test_processors_and_a_grammar_together(model, engine):
-    """Stop ids, biases and log-probabilities; what leaves no token is an error."""
+    """Stop ids, biases and log-probabilities. What leaves no token is an error."""
     biased = xj.SamplingConfig(logit_bias={i: -np.inf for i in model.tokenizer.encode("y")})
     out = engine.submit(
         [5], xj.GenerateOptions(max_tokens=24, sampling=biased, grammar=xj.grammar.choice(TEXTS), logprobs=4)
@@ -322,7 +322,7 @@ def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
 
 
 def test_compiled_grammars_are_few(model):
-    """The latest ones are kept; an old one is compiled again."""
+    """The latest ones are kept. An old one is compiled again."""
     vocabulary = vocabulary_of(model.tokenizer, model.config.vocab_size)
     for i in range(400):
         vocabulary.matcher(xj.grammar.json_schema({"const": i}))

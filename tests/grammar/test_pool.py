@@ -1,4 +1,4 @@
-"""Grammars that stop a compiler end in one sentence; the masks of other processes are those of this one; rows
+"""Grammars that stop a compiler end in one sentence. The masks of other processes are those of this one. Rows
 whose masks are late wait alone.
 """
 

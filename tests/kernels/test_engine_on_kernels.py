@@ -23,7 +23,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, h
     "family, cache_dtype", [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16")]
 )
 def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtype):
-    """The mixture of experts is in bfloat16, so that products and experts are kernels too; experts of one
+    """The mixture of experts is in bfloat16, so that products and experts are kernels too. Experts of one
     layer are in int4.
     """
     if family == "qwen2":

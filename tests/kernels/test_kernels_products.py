@@ -1,4 +1,4 @@
-"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it."""
+"""The product kernel against its reference, in Pallas's interpreter. Models whose products run on it."""
 
 import dataclasses
 from functools import partial

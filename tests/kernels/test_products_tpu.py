@@ -126,7 +126,7 @@ def test_greedy_token(kind, streamed):
 
 
 def test_what_the_kernel_takes():
-    """One launch for matrices of one format; others go to XLA, or one by one."""
+    """One launch for matrices of one format. Others go to XLA, or one by one."""
     x = jnp.ones((2, 64), BF16)
     w = jnp.ones((16, 64), BF16)
 

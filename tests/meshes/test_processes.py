@@ -498,7 +498,7 @@ def test_a_model_of_two_processes_is_saved(model, tmp_path):
 
 
 def test_new_weights_in_all_processes_or_none():
-    """Host arrays and arrays of both processes; a tree that is wrong in one of them, or in both."""
+    """Host arrays and arrays of both processes. A tree that is wrong in one of them, or in both."""
     outs = run_two(SUPPORT / "update_in_processes.py", free_port(), "{}")
     first, second = (json.loads(out.splitlines()[-1]) for out in outs)
     assert second[0].startswith("process 0 calls update first")

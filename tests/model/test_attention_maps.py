@@ -1,4 +1,4 @@
-"""Attention weights against transformers', where torch is installed; sums, windows, gradients, mistakes."""
+"""Attention weights against transformers', where torch is installed. Sums, windows, gradients, mistakes."""
 
 import jax
 import numpy as np

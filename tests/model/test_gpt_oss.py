@@ -44,7 +44,7 @@ def test_engine_bits_alone_and_beside_others(model):
 
 @pytest.mark.full
 def test_sinks_in_kernels(queries=3):
-    """The kernels, emulated, and plain jnp; a sink far above all scores leaves nothing of the values."""
+    """The kernels, emulated, and plain jnp. A sink far above all scores leaves nothing of the values."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(2, queries, 6, 16), (2, 2, 64, 16), (2, 2, 64, 16)]
     q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))

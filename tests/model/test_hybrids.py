@@ -1,5 +1,5 @@
 """Hybrids: linear attention beside full attention. The recurrent state is a kind of cache: what is cached
-equals what is not, however it is split; drafts are undone; what has no state is rejected.
+equals what is not, however it is split. Drafts are undone. What has no state is rejected.
 """
 
 import dataclasses

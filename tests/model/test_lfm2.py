@@ -1,5 +1,5 @@
 """LFM2: short convolutions beside attention. A row's cache is its last few inputs: what is cached equals what
-is not, however it is split; drafts are undone; what has no state is rejected.
+is not, however it is split. Drafts are undone. What has no state is rejected.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The comparison of test_golden.py with other weights, live, where torch and transformers are installed; and
+"""The comparison of test_golden.py with other weights, live, where torch and transformers are installed, and
 tests that need them.
 """
 
@@ -53,7 +53,7 @@ def build(name: str, seed: int = 1000):
 
 
 def until_near_tie(answer: list[int], gaps: np.ndarray) -> list[int]:
-    """The answer up to the first token where rounding may change the choice; prints how many are left out."""
+    """The answer up to the first token where rounding may change the choice. Prints how many are left out."""
     doubtful = np.flatnonzero(gaps < DOUBT)
     if len(doubtful):
         print(
@@ -142,7 +142,7 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_configs_written_by_transformers_mean_the_same(name):
-    """transformers reads every config.json and writes it with its current field names; the result must mean
+    """transformers reads every config.json and writes it with its current field names. The result must mean
     the same to us.
     """
     settings = copy.deepcopy(cases.CASES[name].hf)

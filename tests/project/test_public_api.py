@@ -292,7 +292,7 @@ def test_wrong_types_raise_by_name(model, name):
 
 @pytest.mark.full
 def test_public_parts_compose_to_forward(model):
-    """hidden_states and unembed give the logits of forward; truncate takes integers of any type."""
+    """hidden_states and unembed give the logits of forward. truncate takes integers of any type."""
     params = model.params
     config = model.config
     forward, hidden_states = (jax.jit(f, static_argnums=1) for f in (xj.forward, xj.hidden_states))

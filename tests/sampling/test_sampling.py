@@ -77,7 +77,7 @@ BITS = [1100871879, 2323218197, 1429913325, 2145028247]
 
 
 def test_draws_are_the_same_on_every_jax_version():
-    """Bits recorded on jax 0.10.2; CI runs this on the newest too. Those of candidates are their own."""
+    """Bits recorded on jax 0.10.2. CI runs this on the newest too. Those of candidates are their own."""
     row_key = jax.random.fold_in(jax.random.key(42), 3)
     key = jax.random.fold_in(jax.random.fold_in(row_key, 11), 0)
     np.testing.assert_array_equal(jax.random.bits(key, (4,), jnp.uint32), BITS)
@@ -108,7 +108,7 @@ def test_repetition_penalty_comes_before_temperature():
 
 
 def test_keys_become_threefry_keys():
-    """Keys of rbg, the same alone, in a batch and under vmap; each word of their data counts. Old ones."""
+    """Keys of rbg, the same alone, in a batch and under vmap. Each word of their data counts. Old ones."""
     impl = "unsafe_rbg"
     words = lambda keys: jax.random.key_data(keys).tolist()  # noqa: E731
     data = np.arange(12, dtype=np.uint32).reshape(3, 4)

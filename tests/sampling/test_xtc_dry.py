@@ -40,8 +40,8 @@ def xtc_by_sorting(logits: np.ndarray, kept: np.ndarray, threshold: float) -> np
 
 
 def test_xtc_equals_sorting_on_both_paths():
-    """Random settings, of candidates (top_k) and of all tokens. The decision is read back with the same key;
-    no probability is within rounding of a threshold.
+    """Random settings, of candidates (top_k) and of all tokens. The decision is read back with the same key.
+    No probability is within rounding of a threshold.
     """
     rng = np.random.RandomState(0)
     B = 24
@@ -232,7 +232,7 @@ def test_forms_of_devices_draw_the_same():
 
 @pytest.mark.full
 def test_settings_that_are_off_change_nothing():
-    """Unset settings leave the plain structure; settings that are off the bits."""
+    """Unset settings leave the plain structure. Settings that are off the bits."""
     for off in (
         xj.SamplingConfig(temperature=1.0),
         xj.SamplingConfig(temperature=1.0, xtc_probability=0.0, dry_multiplier=0.0, dry_base=1.75),
@@ -274,7 +274,7 @@ def test_beams_reject_xtc(model):
 
 
 def test_breakers_of_rows():
-    """Ids, or bool [B, V], also traced; broadcast where no row has any."""
+    """Ids, or bool [B, V], also traced. Broadcast where no row has any."""
     rows = [xj.SamplingConfig(min_p=0.1), xj.SamplingConfig(dry_sequence_breakers=[3, 5])]
     made = settings_per_row(rows, 2, 9).dry_sequence_breakers
     assert np.argwhere(made).tolist() == [[1, 3], [1, 5]]

@@ -1,5 +1,5 @@
 """scripts/gpu/agreement.py: models that are right agree, models made wrong on purpose do not, for four seeds
-each; comparisons of too few ids fail.
+each. Comparisons of too few ids fail.
 """
 
 import dataclasses

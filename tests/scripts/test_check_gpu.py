@@ -54,7 +54,7 @@ CHILDREN = {
 
 
 def run(tmp_path, names, seconds=20.0, minutes=2.0):
-    """Runs sections with children of these kinds; returns the records by section, and the failures."""
+    """Runs sections with children of these kinds. Returns the records by section, and the failures."""
     sections = [name if isinstance(name, Section) else Section(name, seconds) for name in names]
     out = tmp_path / "out.jsonl"
     out.touch()

@@ -37,7 +37,7 @@ def ask(server, given="1 + 2?", **body):
 
 
 def events(server, **body) -> list[dict]:
-    """The events of a stream; each is named as its type, and they are numbered."""
+    """The events of a stream. Each is named as its type, and they are numbered."""
     status, text, headers = server.call(
         "POST", PATH, dict(input="1 + 2?", tools=TOOLS, seed=1, stream=True) | body
     )

@@ -155,7 +155,7 @@ def test_invalid_bodies_are_rejected_with_the_field_at_fault(server, kind, body,
 
 
 def test_structured_output(server):
-    """Whole and streamed; cut by max_tokens it has the finish_reason length."""
+    """Whole and streamed. Cut by max_tokens it has the finish_reason length."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = dict(
         type="object", properties=dict(ok=dict(type="boolean"), n=dict(type="integer", maximum=9, minimum=0))

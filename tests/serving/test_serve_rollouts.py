@@ -43,7 +43,7 @@ def scaled(model, factor: float):
 
 @pytest.fixture(scope="module")
 def directory(model, tmp_path_factory):
-    """Checkpoints below "all"; one is elsewhere."""
+    """Checkpoints below "all". One is elsewhere."""
     root = tmp_path_factory.mktemp("checkpoints")
     for name, factor in (("all/step-1", 0.9), ("all/step-2", 0.8), ("elsewhere", 0.7)):
         xj.save_model(scaled(model, factor), model.config, root / name)

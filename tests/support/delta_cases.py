@@ -75,7 +75,7 @@ def program(name, impl):
 
 
 def assert_equals_reference(name, impl, args, by_largest=False):
-    """States are near, inputs of the convolution equal, and rows without a token as they were; returns the
+    """States are near, inputs of the convolution equal, and rows without a token as they were. Returns the
     results. by_largest: float32 results are as near, by the largest, as logits are elsewhere.
     """
     out, state = program(name, impl)(*args)

@@ -55,7 +55,7 @@ def idle(engine: xj.Engine) -> bool:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> xj.Model:
-    """Sliding windows, and a tokenizer; on the device that prefills: one engine has the same programs."""
+    """Sliding windows, and a tokenizer. On the device that prefills: one engine has the same programs."""
     loaded = xj.load_model(tiny.write(tmp_path_factory.mktemp("disaggregated") / "m", HF))
     return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
 
@@ -103,7 +103,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
 
 
 def test_grammars_stop_strings_and_several_answers(one, apart):
-    """The state of grammar and detokenizer moves with the row; what ends with its first token does not."""
+    """The state of grammar and detokenizer moves with the row. What ends with its first token does not."""
     asked = [
         (xj.GenerateOptions(max_tokens=30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
         (options(20, n=3, sampling=xj.SamplingConfig(temperature=1.0)), prompt(2, 150)),
@@ -177,7 +177,7 @@ def test_routes_move_with_their_pages():
 
 
 def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
-    """Both switch between the same steps, so that no version follows a later one; "wait" mixes none."""
+    """Both switch between the same steps, so that no version follows a later one. "wait" mixes none."""
     start = apart.version
     trees = [jax.tree.map(lambda x, i=i: x * (1 + i / 2), model.params) for i in range(2)]
     requests = apart.submit_many([prompt(40 + i, 70 + 40 * i) for i in range(8)], options(60))
@@ -229,8 +229,8 @@ def test_keys_of_both_sides_are_computed_anew(apart, model):
 
 
 def test_adapters_and_callers_functions_on_both_sides(model):
-    """Adapters are added, replaced and removed on both or none; pages of answers are those of the adapter.
-    States of processors move with the rows; vectors are added where prompts and answers are.
+    """Adapters are added, replaced and removed on both or none. Pages of answers are those of the adapter.
+    States of processors move with the rows. Vectors are added where prompts and answers are.
     """
     first, second, large = (random_adapter(model.config, i, rank) for i, rank in enumerate((2, 3, 4)))
 
@@ -340,7 +340,7 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
 
 def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     """Here they are threads: `scripts/soak_peers.py` has processes, and kills them. Of two prefill processes
-    one is lost, and its prompts go to the other; rows of a lost decode process fail, others do not.
+    one is lost, and its prompts go to the other. Rows of a lost decode process fail, others do not.
     """
     lines = []
     secret = b"x" * 32

@@ -29,7 +29,7 @@ def small_model(case: cases.Case, **changes: Any) -> tuple[Any, xj.ModelConfig, 
 
 
 def check_chunks(model: Any, splits: tuple[int, ...]) -> xj.KVCache:
-    """The logits after each prompt, in chunks with these ends, are those without a cache; rows that have
+    """The logits after each prompt, in chunks with these ends, are those without a cache. Rows that have
     ended wait next to others. Returns the cache.
     """
     params, config, prompts = model

@@ -213,7 +213,7 @@ def test_pauses_of_several_engines(several):
 
 
 def test_adapters_of_all_engines_and_on_a_mesh(several, model):
-    """Each engine holds all of them; over a mesh they are divided as their matrices are."""
+    """Each engine holds all of them. Over a mesh they are divided as their matrices are."""
     adapters = [random_adapter(model.config, i, 2 + i) for i in range(3)]
     mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
     divided = dataclasses.replace(

@@ -79,7 +79,7 @@ def write(path, name, kind_of=None, hf=None, metadata=None, splits=(), change=No
 
 
 def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(), change=None):
-    """Writes leaves by their Hugging Face names; returns them dequantized. Arguments as of `write`."""
+    """Writes leaves by their Hugging Face names. Returns them dequantized. Arguments as of `write`."""
     config = from_hf(hf)
     fused = cases.fuse_tensors(config, leaves)
     source = {name: tensor for name, tensor in sorted(fused.items()) if ".experts." not in name}
@@ -166,7 +166,7 @@ def _back(arch: str, config, name: str, stored, shape):
 
 
 def _quantized(array, kind):
-    """A matrix in some type; for those that gguf does not write, random blocks."""
+    """A matrix in some type. For those that gguf does not write, random blocks."""
     if kind not in (Q4_K, Q5_K, Q6_K):
         return gguf.quantize(array, kind)
     (size, num_bytes) = gguf.GGML_QUANT_SIZES[kind]

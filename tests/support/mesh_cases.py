@@ -235,7 +235,7 @@ def formats() -> None:
 
 
 def bitnet_files() -> None:
-    """A byte holds outputs of all devices, a word holds 32 inputs; a token has one scale on all devices."""
+    """A byte holds outputs of all devices, a word holds 32 inputs. A token has one scale on all devices."""
     import bitnet_checkpoints as files
 
     hf = files.HF | dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
@@ -254,7 +254,7 @@ def bitnet_files() -> None:
 
 def int8_activations() -> None:
     """A token has one scale over the inputs of all devices, in a dense model and in a hybrid with experts.
-    Key heads of the dense one are repeated on four devices; blocks of its rotations are whole on each.
+    Key heads of the dense one are repeated on four devices. Blocks of its rotations are whole on each.
     """
     dense = FAMILIES["qwen2"] | ONE_LAYER
     dense |= dict(intermediate_size=256, num_key_value_heads=2, head_dim=32)
@@ -294,7 +294,7 @@ def mxfp4_files() -> None:
 
 
 def gguf_leaves() -> None:
-    """Groups stay whole on each device: of a hybrid with experts, also in another order; a block of a K-quant
+    """Groups stay whole on each device: of a hybrid with experts, also in another order. A block of a K-quant
     is on both devices.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -428,7 +428,7 @@ def an_engine() -> None:
 
 
 def caches() -> None:
-    """Every kind of cache is sharded over heads and donated; no program is compiled twice."""
+    """Every kind of cache is sharded over heads and donated. No program is compiled twice."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | ONE_LAYER)
         one = xj.load_model(path, "float32")
@@ -534,7 +534,7 @@ def odd_formats() -> None:
 
 
 def odd_tree_of_a_user() -> None:
-    """`shardings` does not divide the vocabulary; gradients of either layout are those of one device."""
+    """`shardings` does not divide the vocabulary. Gradients of either layout are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), ODD)
         one = xj.load_model(path, "float32")
@@ -862,7 +862,7 @@ def explicit_axes() -> None:
 
 def resharded() -> None:
     """A tree moves to a mesh as `load_model` reads it there: cast, with key heads repeated and the vocabulary
-    padded; and to meshes whose axes have other names.
+    padded, and to meshes whose axes have other names.
     """
     hf = FAMILIES["qwen2"] | dict(vocab_size=95)
     with tempfile.TemporaryDirectory() as folder:

@@ -39,7 +39,7 @@ class Process:
 
     @property
     def child(self) -> int:
-        """Process id of the child; waits until the child was started."""
+        """Process id of the child. Waits until the child was started."""
         tasks = Path(f"/proc/{self.parent.pid}/task")
         return int(
             wait_until(lambda: " ".join(file.read_text() for file in tasks.glob("*/children")).split())[0]

@@ -1,4 +1,4 @@
-"""Random parameters and checkpoints; matrices of every format that kernels of products read, and experts."""
+"""Random parameters and checkpoints. Matrices of every format that kernels of products read, and experts."""
 
 import jax
 import jax.numpy as jnp

@@ -83,7 +83,7 @@ def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
 
 
 def _choose(allowed: list[int], length: int, rng: random.Random) -> int:
-    """Each kind of byte as likely as the others; what ends the answer, where it is long."""
+    """Each kind of byte as likely as the others. What ends the answer, where it is long."""
     if _END in allowed and (length > _MOST_BYTES or rng.random() < 0.4):
         return _END
     if length > _MOST_BYTES and (closers := [byte for byte in allowed if byte in _CLOSERS]):

@@ -1,4 +1,4 @@
-"""Answers in Harmony come apart by their channels, whole and in parts; what is no header or call is text."""
+"""Answers in Harmony come apart by their channels, whole and in parts. What is no header or call is text."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A parameter whose spec names a dtype has it: made, converted or moved; test_glm4_moe.py has it in files."""
+"""A parameter whose spec names a dtype has it: made, converted or moved. test_glm4_moe.py has it in files."""
 
 import jax
 import jax.numpy as jnp

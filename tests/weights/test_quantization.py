@@ -180,7 +180,7 @@ CPU_INFOS = {
 @pytest.mark.full
 @pytest.mark.parametrize("has", CPU_INFOS)
 def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
-    """Every form computes the same product; the environment variable overrides the flags."""
+    """Every form computes the same product. The environment variable overrides the flags."""
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor : 0\n{CPU_INFOS[has]}\n")
     monkeypatch.setattr(cpu_features, "_INFO", file)
