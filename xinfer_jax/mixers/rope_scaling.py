@@ -23,8 +23,8 @@ def linear_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B
 
 
 def proportional_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Returns the frequencies of Gemma 4: they are computed for the whole head, and only its part has
-    them.
+    """Returns the frequencies of Gemma 4: the frequencies of the whole head, divided by `factor`, and 0
+    beyond the part that rotates.
     """
     part = int(rope.partial_rotary_factor * len(inverse_P))
     pair_P = np.arange(len(inverse_P))
