@@ -167,7 +167,7 @@ def test_experts_and_routers(tmp_path, quantize):
 
 @pytest.mark.full
 def test_files_with_a_module_for_each_expert(tmp_path):
-    """Those of PEFT beside transformers 4."""
+    """PEFT writes such files with transformers 4."""
     adapter = xj.lora.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
     xj.lora.save_adapter(adapter, MOE, tmp_path / "a")

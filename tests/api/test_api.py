@@ -132,7 +132,7 @@ def test_fields_that_constrain_the_answer(model, fields, source):
 
 
 def test_a_grammar_begins_after_reasoning_that_is_continued(model):
-    """Else the answer to the grammar would be reasoning, and the content null."""
+    """Otherwise the answer to the grammar would be reasoning, and the content would be null."""
     for text, end in (("<think>a", "</think>"), ("<think>a</think>", "auto"), ("a", "auto")):
         talk = [*TALK[:1], dict(role="assistant", content=text)]
         parsed = parse(model, "chat", messages=talk, continue_final_message=True, guided_regex="b")

@@ -153,7 +153,9 @@ def test_errors(tmp_path, name):
 
 @pytest.mark.unit
 def test_absent_keys_have_the_defaults_of_the_format(tmp_path):
-    """Not those of a family in transformers: Qwen3's heads are 128 wide, and Qwen2 has 32 of keys."""
+    """The defaults are not the ones of a family in transformers: Qwen3's heads are 128 wide, and Qwen2 has 32
+    of keys.
+    """
     for name in ("qwen2", "qwen3"):
         files.write(tmp_path / "x.gguf", name)
         file = open_gguf(tmp_path / "x.gguf")

@@ -411,7 +411,7 @@ def test_settings_of_a_separate_file_are_in_the_saved_config(tmp_path):
     ids=["awq", "awq-listed", "gptq"],
 )
 def test_a_matrix_that_became_float_is_listed(tmp_path, settings, listed):
-    """Beside the checkpoint whose tensors these are: nothing of it stays but its other tensors."""
+    """It is saved next to the checkpoint to which the tensors belong: only its other tensors stay."""
     path, equal = write(tmp_path / "from", settings)
     model = xj.load_model(path, dtype="float32")
     model.params["layers"][1]["q"]["weight"] = jnp.asarray(equal[f"{Q1}.weight"])

@@ -44,7 +44,7 @@ def text(tokenizer: Tokenizer, messages: list, **chat) -> str:
 
 @pytest.mark.parametrize("name", tool_models.TEMPLATES)
 def test_the_form_is_found(tokenizer, name):
-    """And arguments are objects in a history, where the API sends JSON texts."""
+    """Arguments are objects in a history, although the API sends JSON texts."""
     own = with_template(tokenizer, tool_models.TEMPLATES[name])
     assert own.template_tools.used and own.template_tools.format == name
     shown = text(own, HISTORY, tools=tool_models.TOOLS)

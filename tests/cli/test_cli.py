@@ -203,7 +203,7 @@ def test_flags_override_generation_config(ask, tmp_path, good):
 
 
 def test_names_of_flags_may_have_dashes():
-    """But values stay as they are."""
+    """The values stay as they are."""
     answer_flags.PARSER.parse(
         ["x", "--prompt", "--max-tokens", "--max-tokens=3", "--no-use-cache", "-top-k", "5", "--stop=a-b",
          "--nogeneration-config", "--repetition-penalty", "1.5", "--regex", "--no-x"]

@@ -190,7 +190,7 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
 
 
 def test_greedy_rows_run_no_sampler(engine, monkeypatch):
-    """Nor do they after rows that were sampled, though a slot keeps the settings of its last row."""
+    """They run none after rows that were sampled either, though a slot keeps the settings of its last row."""
     from xinfer_jax.engine.warm_up import WarmUp
 
     ran = set()

@@ -74,7 +74,9 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
 
 
 def test_sample_gives_log_probabilities_as_arrays(engine):
-    """Those of the distribution that was sampled from too. Beside rows that do not ask for them."""
+    """It also gives the log-probabilities of the distribution that was sampled from, next to rows that do not
+    ask for them.
+    """
     settings = xj.SamplingConfig(temperature=0.7, top_k=8)
     options = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(7,))
     both = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(), logprobs=20)

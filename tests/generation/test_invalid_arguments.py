@@ -31,7 +31,9 @@ def run(params, prompts=(PROMPT,), key=None, **given) -> xj.types.GenerateOutput
 
 
 def test_images_in_a_prompt_are_rejected_in_words(params):
-    """Wherever prompts come in, before anything is traced. Other ids of the whole model are text."""
+    """All functions that take prompts raise, before anything is traced. Other ids of the whole model are
+    text.
+    """
     text = tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, model_type="qwen3_vl_text")
     ids = dict(image_token_id=9, video_token_id=10, vision_start_token_id=11, vision_end_token_id=12)
     config = from_hf(dict(model_type="qwen3_vl", text_config=text) | ids)

@@ -260,7 +260,7 @@ def test_calls_that_run(models, name, mode, request):
 
 
 def test_every_function_of_arrays_has_default_modes():
-    """Those that are left call others, or take no arrays."""
+    """The functions that are left call others, or take no arrays."""
     functions = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
     for name, function in functions.items():
         if function.__code__.co_filename == old_names.__file__:  # it takes old names of arguments too

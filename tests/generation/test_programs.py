@@ -298,7 +298,7 @@ def test_both_executors_return_the_same_tokens(model, given, monkeypatch):
 
 
 def test_the_same_call_has_the_same_bits_cold_and_warm():
-    """Whatever was compiled before it."""
+    """The bits are the same whatever was compiled before the call."""
     model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)
     calls = [([PROMPT], options(max_tokens=12)), ([PROMPT], options(max_tokens=300, capacity=512))]
 

@@ -297,8 +297,8 @@ SHORT = dict(
 
 
 def test_short_batches_are_one_part():
-    """If all logits and their gradient take no more than the gradient of the vocabulary's matrix: a loop
-    would carry that, and each of its parts compute the logits again.
+    """They are one part if all logits and their gradient take no more than the gradient of the vocabulary's
+    matrix: a loop would carry that, and each of its parts would compute the logits again.
     """
 
     def sizes(tokens, dtype="float32", **changes):

@@ -135,7 +135,7 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
 
 @pytest.mark.full
 def test_other_rows_keep_their_tokens_and_bits(model, engine):
-    """Beside constrained rows in one batch and in the engine, greedy and sampled."""
+    """The rows run next to constrained rows in one batch and in the engine, greedy and sampled."""
     sampling = [HOT, xj.SamplingConfig(), HOT]
     chosen = bound(model, "lark")
     outs = [

@@ -193,7 +193,7 @@ def annotated(schema):
 
 
 def test_annotations_change_nothing():
-    """Also those whose names are names of properties, which stay."""
+    """This includes annotations whose names are names of properties, which stay."""
     words = dict(type="object", propertyNames=dict(type="string"))
     texts = dict(type="array", items=dict(type="string", pattern="^a"))
     schema = dict(
@@ -234,7 +234,9 @@ def test_deep_schemas_are_rejected():
 
 
 def test_models_of_pydantic():
-    """Not strict: what nothing enforces is left out. Their properties are all that objects have."""
+    """The schemas are not strict: rules that nothing enforces are left out. Objects have only their
+    properties.
+    """
     pydantic = pytest.importorskip("pydantic", reason="the extra `clients` is not installed")
 
     class Item(pydantic.BaseModel):

@@ -35,7 +35,7 @@ X = 6
 @pytest.mark.parametrize("sort", [sort_choices, _sort], ids=["xla", "triton"])
 @pytest.mark.parametrize("X", [9, 70_000])  # 31,000 choices of 70,000 experts are beyond int32
 def test_choices_in_order_of_their_experts(sort, X):
-    """Those of other devices' experts, below 0 or from X on, are before or after all."""
+    """Choices of other devices' experts, below 0 or from X on, are before or after all."""
     expert_C = np.random.RandomState(0).randint(-5, X + 5, 31_000)
     keys_C, start_X1 = map(np.asarray, sort(jnp.asarray(expert_C), X))
     order_C = np.argsort(np.clip(expert_C, -1, X), kind="stable")
@@ -123,7 +123,9 @@ def test_matrices_in_mxfp4(dtype):
 
 
 def test_bits_of_a_choice_depend_on_no_other_choice():
-    """Nor on its place in a tile: rows in another order, and one row next to others that chose its expert."""
+    """They do not depend on its place in a tile either: rows run in another order, and one row runs next to
+    others that chose its expert.
+    """
     x, weight, expert, *matrices = case(jnp.bfloat16, distinct(40, 2))
     out_MD = np.asarray(by_kernel(x, weight, expert, *matrices))
     order = np.random.RandomState(1).permutation(40)

@@ -140,7 +140,9 @@ def test_null_is_as_absent():
 
 
 def test_meshes_divide_the_heads_of_linear_attention():
-    """Not only their widths: three heads of width 12 have 36 numbers, which two devices divide."""
+    """Dividing their widths is not enough: three heads of width 12 have 36 numbers, which two devices
+    divide.
+    """
     odd = with_mixer(CASE.config, num_key_heads=3, num_value_heads=6)
     assert is_divisible(CASE.config, 2) and not is_divisible(odd, 2)
 

@@ -117,7 +117,9 @@ def test_tokens_without_a_route_choose_freely(model, others):
 
 @pytest.mark.full
 def test_a_rollout_is_scored_with_its_routes():
-    """Also where the scoring model's router would choose others, and after the result of a tool."""
+    """It is also scored with them if the scoring model's router would choose others, and after the result of
+    a tool.
+    """
     params, config = build(NAMES[0], num_hidden_layers=1, mlp_only_layers=[])
     prompts_BT, num_tokens_B = cases.pad_prompts(TEXTS)
     asked = dict(return_routed_experts=True)

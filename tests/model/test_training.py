@@ -180,7 +180,7 @@ def test_stacked_layers(model):
     "name, kinds", [("moe-defaults", {}), (NAMES[1], dict(layer_types=["full_attention"]))]
 )
 def test_gradients_of_experts_by_tiles(name, kinds):
-    """Also where a tile has rows after its expert's last choice, and with biases."""
+    """Tiles may have rows after their expert's last choice, and experts may have biases."""
     config = config_of(name, num_hidden_layers=1, **kinds)
     params = cases.params_from(config, cases.random_tensors(config, 3))
     tokens_BT, num_tokens_B = padded()

@@ -62,7 +62,7 @@ def test_reprs_are_short(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
 def test_the_repr_of_a_cache_with_any_leaves(model, dtype):
-    """Also while it is traced, as shapes, and as a tree of other leaves."""
+    """It works also while the cache is traced, as shapes, and as a tree of other leaves."""
     cache = xj.init_cache(model.config, 2, 64, dtype)
     seen = []
     jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)

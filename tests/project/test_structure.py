@@ -116,7 +116,7 @@ def test_modules_form_no_cycle():
 
 
 def test_no_module_has_the_name_of_a_public_function():
-    """Or `xinfer_jax.name` would be one or the other, as what was imported first decides."""
+    """Otherwise `xinfer_jax.name` would be the module or the function, whichever was imported first."""
     assert not {name.split(".")[-1] for name in MODULES} & {*xj.__all__} - {*SPACES, "testing"}
 
 
@@ -267,7 +267,7 @@ def test_a_module_name_is_used_once():
 
 
 def test_only_the_registry_names_quantized_formats():
-    """So a new one is a file and a line there. GGUF is a kind of file with a format of its own."""
+    """A new format is a file and a line there. GGUF is a kind of file with a separate format."""
     formats = {name for name in MODULES if name.endswith("_format")}
     others = {name.split(".")[-1] for name in {*MODULES} - formats if imported_modules(name) & formats}
     assert others == {"quantized_formats", "awq_gptq_settings", "gguf_checkpoint"}

@@ -112,7 +112,7 @@ def test_typical_tokens_equal_those_of_sorting(forms):
 @pytest.mark.full
 @pytest.mark.parametrize("size, count", [(4096, 300), (4097, 1), (9973, 65)])
 def test_largest_of_groups_equal_top_k(size, count):
-    """Also in their order: the lowest index of equal ones first."""
+    """Their order is equal too: the lowest index of equal numbers is first."""
     logits = jnp.asarray(random_logits(5, size))
     with gpu_forms.selected():
         got = largest_k(logits, count)
@@ -226,7 +226,7 @@ def test_every_other_processor_leaves_the_common_branch():
 
 @pytest.mark.full
 def test_one_branch_draws_the_same_alone_and_beside_others():
-    """Beside rows that take the common branch and beside rows that do not."""
+    """The other rows take the common branch, or do not take it."""
     rows = [*ALL_SETTINGS[:4], xj.SamplingConfig(temperature=1.0, top_k=20, logit_bias={3: 9.0})]
     logits = random_logits(len(rows) + 1, V)
     beside_others = [sampled([*rows, other], logits, True)[0] for other in (rows[0], RARE[0], RARE[2])]

@@ -136,7 +136,9 @@ def random_logits(rows, tokens, seed=0):
 
 
 def test_too_few_compared_ids_are_a_failure():
-    """Also where nothing differs: too few positions, or two best logits that are equal everywhere."""
+    """This holds also if nothing differs: there are too few positions, or two best logits are equal
+    everywhere.
+    """
     enough = outputs(random_logits(2, 40))
     assert agreement.agreement(enough, enough, 20, "bfloat16")["ok"]
     for few in (random_logits(2, 15), np.ones((2, 400, 50), np.float32)):

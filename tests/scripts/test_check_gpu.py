@@ -166,7 +166,7 @@ def test_arguments_of_kernel_calls_can_be_drawn(impl):
 
 
 def test_a_wrong_kernel_is_a_recorded_failure(monkeypatch):
-    """So are one that raises, and results that are not finite."""
+    """A kernel that raises is a failure too, and so are results that are not finite."""
     (call, *_) = (call for call in kernel_calls("interpret") if call.kernel == "argmax")
     check = section_cases.Case("argmax", lambda: kernel_sections.compare(call))
 

@@ -280,7 +280,7 @@ def test_streams_closed_at_random_times_end(server):
 
 @pytest.mark.parametrize("delay", range(4))
 def test_event_stream_ends_at_the_disconnect(delay):
-    """Whatever the stream is doing in that iteration of the event loop."""
+    """It ends whatever the stream is doing in that iteration of the event loop."""
     sent = []
 
     async def events():
@@ -473,7 +473,7 @@ def test_without_keys_a_client_is_an_address(model):
 
 
 def test_clients_cannot_raise_their_priority(server, monkeypatch):
-    """And a submission that fails releases its reservation."""
+    """A submission that fails releases its reservation."""
     found = []
     submit = server.engine.submit_many
 

@@ -281,7 +281,7 @@ def test_adapters_and_callers_functions_on_both_sides(model):
 
 
 def test_both_sides_lend_the_memory_of_their_pages(one, apart):
-    """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
+    """Rows prefill, move, wait for pages and decode meanwhile. Some come back to pages of another side."""
     asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
     alone = [one.submit(*a, processed_logprobs=True) for a in asked]
     expected = [engine_requests.outcome(request) for request in alone]

@@ -104,7 +104,7 @@ class PeerEngines(EngineLoop):
 
     @property
     def stats(self) -> EngineStats:
-        """Also of processes that have ended."""
+        """Returns the statistics, also of processes that have ended."""
         return collect_stats([*self.engines, *self._past], [self.counters])
 
     def check_local(self, what: str) -> None:
