@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a LoRA adapter by optax: the model's own weights have no gradients and no
 optimizer state. The adapter is saved as PEFT does, and an engine answers with it and without in one batch.
 
-    pip install '.[train]' && python scripts/examples/adapter_sft.py
+    pip install '.[train]'; python scripts/examples/adapter_sft.py
 """
 
 from checkout import start

@@ -1,4 +1,4 @@
-"""Looks into a model and changes its behaviour: a logit lens, a probe, a steering vector found by gradient.
+"""Looks into a model and changes what it does: a logit lens, a probe, a steering vector found by gradient.
 
 python scripts/examples/look_inside.py
 """
@@ -17,7 +17,7 @@ CAPITALS = {"Spain": " Madrid", "Cuba": " Havana", "Yemen": " Sana", "Iraq": " B
 
 
 def lens(model, text):
-    """Prints the token that each layer's state would give, as a table: a line for each layer."""
+    """The token that each layer's state would give, as a table: a line for each layer."""
     params = model.params
     config = model.config
     tok = model.tokenizer
@@ -32,9 +32,7 @@ def lens(model, text):
 
 
 def steer(model, text, target, layer, steps=31, rate=2.0):
-    """Returns a vector that, added after a layer, makes the text continue with a token, and the cost of that
-    continuation then.
-    """
+    """A vector that, added after a layer, makes the text continue with a token; and what that then costs."""
     params = model.params
     config = model.config
     tok = model.tokenizer
@@ -56,9 +54,7 @@ def steer(model, text, target, layer, steps=31, rate=2.0):
 
 
 def probe(model, layer):
-    """Tests whether a linear probe on a layer's state at the end of a sentence tells that the sentence names
-    a capital.
-    """
+    """Whether a linear probe tells from a layer's state at the end of a sentence that it names a capital."""
     tok = model.tokenizer
     texts = [
         f"The capital of {land} is{city if named else ''}"

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     prompt_BT = jnp.array([tok.encode("The capital of Spain is")])
 
     def answers(tokens_BT, row_key_B, temperature_B):
-        """Returns tokens [B, 16], and the number of tokens of each row."""
+        """Tokens [B, 16], and the number of tokens of each row."""
         B, T = tokens_BT.shape
         cache = xj.init_cache(config, rows=B, capacity=64)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, jnp.full(B, T), cache)
