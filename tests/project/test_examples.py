@@ -76,7 +76,7 @@ def guidance(out):
 
 
 def look_inside(out):
-    """The last layer's row of the lens is what the model says next. The steering vector is found."""
+    """The last layer's row of the lens is what the model says next; the steering vector is found."""
     assert re.search(r"^   3 .*' Mad' +'rid' +'\.' *$", out, re.M)
     nats = numbers(r"(\S+) nats", out)
     assert nats == sorted(nats, reverse=True) and nats[-1] < 1
