@@ -1,4 +1,4 @@
-"""Adapters that peft writes, in many forms of its settings, beside its model; and ours, opened by peft.
+"""Adapters that peft writes, in many forms of its settings, next to its model, and ours, opened by peft.
 
 Gradients are compared for a form of each kind of matrix; `--soak` compares those of all forms.
 """

@@ -1,6 +1,6 @@
-"""A model over a mesh, on virtual devices in separate processes (mesh_cases.py); and rows that a caller
+"""A model over a mesh, on virtual devices in separate processes (mesh_cases.py), and rows that a caller
 divides over devices, by `jax.shard_map` with its check of varying values or by a mesh's axes. These programs
-are traced; one runs on two devices.
+are traced. One runs on two devices.
 """
 
 import json
@@ -59,7 +59,7 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
 
 
 def main():
-    """With the check and without, on meshes of both axis types: equal results."""
+    """Compares results with the check and without, on meshes of both axis types: they are equal."""
     params = random_params(CONFIG)
     outs = []
     for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):
@@ -113,7 +113,7 @@ def test_explicit_axes_outside_a_trace(mesh, how):
 
 
 def test_block_tables_are_not_divided(mesh):
-    """Keys, values and states of three or more axes are divided by heads; tables and counts are not."""
+    """Keys, values and states of three or more axes are divided by heads. Tables and counts are not."""
     pool = np.zeros((4, 2, 64, 8), np.float32)
     paged = Paged(pool, pool, None, 128, np.zeros((3, 2), np.int32))
     specs = cache_specs((paged, np.zeros((3, 2, 4)), np.zeros(3)), mesh)

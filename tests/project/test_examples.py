@@ -65,7 +65,7 @@ def grpo_engine(out):
 
 
 def guidance(out):
-    """From one prompt's answer to another's; two models that agree; a city that a bias forbids."""
+    """The answers go from one prompt's answer to another's, two models agree, and a bias forbids a city."""
     found = re.findall(r"^(.*): \['(.*)', '(.*)'\]$", out, re.M)
     answers = {name: (one, other) for name, one, other in found}
     assert answers["scale 0.0"] == (" Havana.",) * 2

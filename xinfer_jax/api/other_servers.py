@@ -1,9 +1,9 @@
-"""Fields of other servers that would change an answer: each is an error that names this server's way, unless
+"""Fields of other servers that would change an answer. Each is an error that names this server's way, unless
 its value asks for nothing.
 
-Sources, as of November 2026: the request models of vLLM, SGLang and llama.cpp's server, the OpenAPI
-description of TGI, the documentation of LM Studio, Ollama, KoboldCpp and the OpenAI API, and
-`GenerationConfig` of transformers.
+Sources (November 2026): the request models of vLLM, SGLang and llama.cpp's server, the OpenAPI description of
+TGI, the documentation of LM Studio, Ollama, KoboldCpp and the OpenAI API, and `GenerationConfig` of
+transformers.
 """
 
 import re
@@ -119,11 +119,12 @@ _CONSTRAINS = re.compile(
 
 
 def why_not_served(body: Mapping[str, Any], name: str, known: Collection[str]) -> str | None:
-    """Why a field that is not this server's is an error; "": it asks for nothing; None: nobody knows it.
+    """Returns the reason why a field that this server does not have is an error. "": the field asks for
+    nothing. None: nobody knows the field.
 
     Args:
         body: the fields that are not null.
-        name: of the field.
+        name: the name of the field.
         known: the names of this server's fields.
     """
     if name in _WITHOUT_EFFECT:

@@ -88,7 +88,9 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused_glm4_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of layers that draft tokens: those after the last one that have a matrix "eh_proj"."""
+    """Returns the names of layers that draft tokens: layers after the last one that have a matrix
+    "eh_proj".
+    """
     found = (re.match(r"model\.layers\.([0-9]{1,9})\.eh_proj\.", name) for name in names)
     drafting = {int(match[1]) for match in found if match and int(match[1]) >= config.num_hidden_layers}
     prefixes = tuple(f"model.layers.{layer}." for layer in drafting)

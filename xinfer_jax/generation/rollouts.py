@@ -1,4 +1,4 @@
-"""Rollouts as training takes them: a prompt and its answer in one row; and answers that go on."""
+"""Rollouts in the form for training: a prompt and its answer in one row. Also continues answers."""
 
 from functools import partial
 from typing import Any, NamedTuple
