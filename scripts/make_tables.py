@@ -8,15 +8,19 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->` in a Markdown f
 The program needs what the tests need (`pip install -e '.[test]'`), and half a minute.
 """
 
-from launcher import ROOT, InputError, start
+from launcher import InputError, start
 
 # isort: split
 import functools
 import os
 import sys
+from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device
-sys.path[:0] = [str(ROOT / "tests" / "support")]
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device
+ROOT = Path(__file__).resolve().parents[1]
+if (_SUPPORT := str(ROOT / "tests" / "support")) not in sys.path:  # the tables follow from tests
+    sys.path.insert(0, _SUPPORT)
 
 from absl import flags
 from tables import cards, environment, families, http_fields, markdown, metrics, settings
@@ -34,7 +38,7 @@ TABLES: markdown.Tables = {
         "cards": cards.cards,
         "sampling-settings": settings.sampling,
         "engine-options": settings.engine_options,
-        **{f"serve-{name}": functools.partial(settings.flags_of, group) for name, group in settings.GROUPS.items()},
+        **{f"serve-{name}": functools.partial(settings.flags_of, x) for name, x in settings.GROUPS.items()},
         "environment": environment.variables,
         "endpoints": http_fields.endpoints,
         "fields-of-answers": http_fields.answers,
@@ -48,10 +52,15 @@ TABLES: markdown.Tables = {
 }
 
 
+def markdown_files() -> list[Path]:
+    """The files that may have tables."""
+    folders = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
+    return sorted([*ROOT.glob("*.md"), *(path for path in folders if not path.is_symlink())])
+
+
 def main(argv: list[str]) -> int:
-    paths = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
     found = 0
-    for path in sorted(paths):
+    for path in markdown_files():
         text = path.read_text(encoding="utf-8")
         try:
             stale = markdown.stale_blocks(text, TABLES)

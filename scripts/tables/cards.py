@@ -1,6 +1,7 @@
 """The tables of the memory that published models take, and of the cards on which they fit."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from xinfer_jax.config.model_config import ModelConfig
@@ -40,11 +41,22 @@ class Published(NamedTuple):
     config: ModelConfig
     formats: tuple[str, ...]
 
+    @property
+    def context(self) -> int:
+        """Tokens of a row."""
+        return min(CONTEXT, self.config.context_length)
+
+    @functools.cache  # noqa: B019  (a program of seconds)
+    def gib(self, weights: str, devices: int = 1) -> float:
+        """GiB on each of some devices."""
+        return estimates.mesh_plan(self.job(weights), devices).total / _GIB
+
     def job(self, weights: str) -> estimates.EngineLoad:
-        context = min(CONTEXT, self.config.context_length)
-        return estimates.EngineLoad(self.config, weights, "bfloat16", ROWS, context, CHUNK)
+        """The model in an engine."""
+        return estimates.EngineLoad(self.config, weights, "bfloat16", ROWS, self.context, CHUNK)
 
 
+@functools.cache
 def published() -> list[Published]:
     """All built-in shapes of published models."""
     found = []
@@ -74,12 +86,10 @@ def memory() -> list[str]:
     """The GiB that each model takes on one device, by the format of its weights."""
     rows = []
     for model in published():
-        gib = {weights: estimates.mesh_plan(model.job(weights), 1).total / _GIB for weights in model.formats}
-        cells = [f"{gib[weights]:.1f}" if weights in gib else "—" for weights in (*FORMATS, "mxfp4")]
+        cells = [f"{model.gib(x):.1f}" if x in model.formats else "—" for x in (*FORMATS, "mxfp4")]
         billions = f"{estimates.num_weights(model.config) / 1e9:.2f}"
         row = estimates.row_bytes(model.job("bfloat16"), 1) / _GIB
-        context = f"{min(CONTEXT, model.config.context_length):,}"
-        rows.append([code(model.name), billions, *cells, f"{row:.2f}", context])
+        rows.append([code(model.name), billions, *cells, f"{row:.2f}", f"{model.context:,}"])
     head = ["model", "billion weights", "bfloat16", "int8", "int4", "MXFP4", "each row", "tokens of a row"]
     return table(head, rows)
 
@@ -93,9 +103,11 @@ def fits() -> list[str]:
 
 
 def _widest(model: Published, card: Card | Tpu) -> str:
+    most = usable_bytes(card) / _GIB
     for weights in model.formats:
-        if estimates.mesh_plan(model.job(weights), 1).total <= usable_bytes(card):
+        if model.gib(weights) <= most:
             return weights
     weights = model.formats[-1]
-    devices = estimates.smallest_mesh(model.job(weights), usable_bytes(card))
+    sizes = estimates.valid_mesh_sizes(model.job(weights))
+    devices = next((n for n in sizes if model.gib(weights, n) <= most), None)
     return f"{weights} on {devices}" if devices else "—"

@@ -63,7 +63,7 @@ def engine_options() -> list[str]:
 
 
 def flags_of(group: str) -> list[str]:
-    """The flags of `xinfer-jax serve` of one of `GROUPS`.
+    """The flags of `xinfer-jax serve` below one of the headings in `GROUPS`.
 
     Raises:
         KeyError: the command has no such group, or one that no table has.
@@ -72,7 +72,7 @@ def flags_of(group: str) -> list[str]:
     if set(groups) != set(GROUPS.values()):
         raise KeyError(f"groups of flags and tables differ: {set(groups) ^ set(GROUPS.values())}")
     rows = []
-    for name in groups[GROUPS[group]]:
+    for name in groups[group]:
         flag = PARSER.values[name]
         text = flag.help.partition(";\n")[0]  # without absl's text for flags that may be repeated
         meaning, default = _split_default(text)

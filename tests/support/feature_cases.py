@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
-import scaled_checkpoints as scaled
+import scaled_checkpoints as files
 from family_checks import CACHED
 from random_adapters import random_adapter
 from random_matrices import write_checkpoint
 
 import xinfer_jax as xj
+from xinfer_jax.compress import awq
 from xinfer_jax.config.unsupported import check_supported
 from xinfer_jax.weights.params import tree_bytes
 
@@ -62,8 +63,8 @@ def check_own_files(family: str, folder: Path) -> None:
 def check_fp8_files(family: str, folder: Path) -> None:
     """Matrices of a file in FP8 become the floats that they stand for."""
     hf = cases.CASES[FAMILIES[family]].hf
-    path, equal = scaled.checkpoint(folder / "a", hf, scaled.fp8_settings([10, 14]), scaled.fp8((10, 14)))
-    found, wanted = xj.load_model(path, "float32"), scaled.equal_model(folder / "b", hf, equal)
+    path, equal = files.checkpoint(folder / "a", hf, files.fp8_settings([10, 14]), files.fp8((10, 14)))
+    found, wanted = xj.load_model(path, "float32"), files.equal_model(folder / "b", hf, equal)
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
 
 
@@ -85,6 +86,16 @@ def check_adapters(family: str, folder: Path) -> None:
     loaded = xj.lora.load_adapter(config, folder / "adapter")
     found = _logits(xj.lora.merge_adapter(params, loaded), config, prompts[:1])
     np.testing.assert_allclose(found, wanted[0], atol=2e-4)
+
+
+def check_scales(family: str, folder: Path) -> None:
+    """Scales of inputs of matrices, which activation-aware rounding folds in, keep the logits."""
+    params, config, prompts = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    scaled = awq.scaled_params(params, config, prompts, "int4", 16)
+    before, after = (_logits(tree, config, prompts[:2]) for tree in (params, scaled))
+    np.testing.assert_allclose(after, before, rtol=0, atol=2e-4 * np.abs(before).max())
+    downs = [(a["down"]["weight"], b["down"]["weight"]) for a, b in zip(params["layers"], scaled["layers"], strict=True)]
+    assert not all(np.array_equal(a, b) for a, b in downs)
 
 
 def check_engine(family: str, folder: Path) -> None:
@@ -110,6 +121,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = dict(
     quantized=check_quantized,
     own_files=check_own_files,
     fp8_files=check_fp8_files,
+    scales=check_scales,
     adapters=check_adapters,
     engine=check_engine,
     drafts=check_drafts,
