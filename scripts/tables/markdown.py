@@ -24,10 +24,23 @@ def code(value: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """Returns a text that begins with a capital letter and ends with a full stop."""
+    """Returns a text that begins with a capital letter, unless it begins with a name, and ends with a full
+    stop.
+    """
     text = " ".join(text.split())
-    text = text if text[:1] == "`" or text[1:2].isupper() else text[:1].upper() + text[1:]
+    begins_with_word = re.match(r"[a-z]+[ ,.:;]", text)
+    text = text[:1].upper() + text[1:] if begins_with_word else text
     return text if text.endswith((".", ":", "!")) else f"{text}."
+
+
+def number(value: float) -> str:
+    """Returns a number for people: with commas, and a large power of two as one."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    for shown, whole in ((f"2^{value.bit_length() - 1}", value), (f"2^{value.bit_length()} - 1", value + 1)):
+        if whole >= 2**31 and whole & (whole - 1) == 0:
+            return shown
+    return f"{value:,}"
 
 
 def stale_blocks(text: str, tables: Tables) -> list[str]:

@@ -10,7 +10,7 @@ from xinfer_jax.sampling.sampling_config import SamplingConfig
 from xinfer_jax.sampling.settings import SETTINGS, Setting
 from xinfer_jax.serve.command import PARSER
 
-from .markdown import code, sentence, table
+from .markdown import code, number, sentence, table
 
 # By the name of its table the heading of a group of flags in `xinfer-jax serve --help`.
 GROUPS = {
@@ -24,7 +24,6 @@ GROUPS = {
     "limits": "limits",
     "start": "start, log and end",
 }
-_LARGEST = re.compile(rf"\b{2**31 - 1}\b")
 
 
 def sampling() -> list[str]:
@@ -57,7 +56,7 @@ def engine_options() -> list[str]:
     for field in dataclasses.fields(EngineOptions):
         flag = code(f"--{field.name}") if field.name in PARSER.values else "—"
         meaning, default = _split_default(texts[field.name])
-        given = default if field.default is None else code(field.default)
+        given = default if field.default is None else code(_shown(field.default))
         rows.append([code(field.name), flag, given or code(None), sentence(meaning)])
     return table(["in Python", "flag", "default", "meaning"], rows)
 
@@ -77,22 +76,22 @@ def flags_of(group: str) -> list[str]:
         text = flag.help.partition(";\n")[0]  # without absl's text for flags that may be repeated
         meaning, default = _split_default(text)
         if flag.default not in (None, [], ""):
-            default = code(str(flag.default).lower() if flag.boolean else _number(flag.default))
+            default = code(("off", "on")[flag.default] if flag.boolean else _shown(flag.default))
         shown = f"--[no]{name}" if flag.boolean and flag.default else f"--{name}"
-        rows.append([code(shown), _values(flag), default or "not given", sentence(meaning)])
+        rows.append([code(shown), _values(flag), default or "none", sentence(meaning)])
     return table(["flag", "value", "default", "meaning"], rows)
 
 
 def _values(flag: Any) -> str:
     """The values that a flag takes, as its error says them."""
     if flag.boolean:
-        return "none"
+        return "a switch"
     remedy = str(flag.parser._remedy).removeprefix("give ").replace("a value", "a text")
-    return _LARGEST.sub("2^31 - 1", remedy) or "a text"
+    return re.sub(r"\b\d{4,}\b", lambda found: number(int(found[0])), remedy) or "a text"
 
 
-def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(value: Any) -> str:
+    return number(value) if type(value) in (int, float) else str(value)
 
 
 def _split_default(text: str) -> tuple[str, str]:
