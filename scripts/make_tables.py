@@ -13,19 +13,15 @@ from launcher import InputError, start
 # isort: split
 import functools
 import os
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a device
-ROOT = Path(__file__).resolve().parents[1]
-if (_SUPPORT := str(ROOT / "tests" / "support")) not in sys.path:  # the tables follow from tests
-    sys.path.insert(0, _SUPPORT)
+os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device
 
 from absl import flags
 from tables import cards, environment, families, http_fields, markdown, metrics, settings
 
 CHECK = flags.DEFINE_bool("check", False, "Write nothing, and name the tables that are stale.")
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".docs", "xinfer_jax", "kernels_pallas", "scripts")
 TABLES: markdown.Tables = {
     name: functools.cache(make)

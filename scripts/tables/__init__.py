@@ -1,1 +1,10 @@
-"""The tables of the documentation, which scripts/make_tables.py writes: each function returns a table's lines."""
+"""The tables of the documentation, which scripts/make_tables.py writes. Each function returns the lines of a
+table. What families do follows from the cases of the tests, in tests/support.
+"""
+
+import sys
+from pathlib import Path
+
+_SUPPORT = str(Path(__file__).resolve().parents[2] / "tests" / "support")
+if _SUPPORT not in sys.path:
+    sys.path.insert(1, _SUPPORT)

@@ -17,7 +17,7 @@ CONTEXT = 8192  # tokens of a row, or the context length of the model if that is
 CHUNK = 256  # the default of `xinfer-jax plan`
 FORMATS = ("bfloat16", "int8", "int4")  # from the widest
 _GIB = 2**30
-# GPUs of the same memory are one column. An A100 of 40 GB has no data sheet of its own: plan takes --memory_gib.
+# GPUs of the same memory are one column. An A100 of 40 GB has no data sheet here: plan takes --memory_gib.
 A100_40 = dataclasses.replace(CARDS["a100"], name="NVIDIA A100-SXM4-40GB", memory_gib=39.4)
 DEVICES: dict[str, tuple[str, Card | Tpu]] = {
     "L4 24 GB": ("l4", CARDS["l4"]),
@@ -76,7 +76,13 @@ def usable_bytes(card: Card | Tpu) -> float:
 def cards() -> list[str]:
     """The devices of the table, and the memory that counts."""
     rows = [
-        [name, code(f"1x{kind}"), f"{card.memory_gib:g}", f"{card.memory_fraction:.0%}", f"{usable_bytes(card) / _GIB:.1f}"]
+        [
+            name,
+            code(f"1x{kind}"),
+            f"{card.memory_gib:g}",
+            f"{card.memory_fraction:.0%}",
+            f"{usable_bytes(card) / _GIB:.1f}",
+        ]
         for name, (kind, card) in DEVICES.items()
     ]
     return table(["device", "`--devices`", "GiB", "jax allocates", "GiB that count"], rows)
@@ -98,7 +104,9 @@ def fits() -> list[str]:
     """The widest format in which each model fits on one device; else the number of devices that it takes in
     the narrowest format.
     """
-    rows = [[code(model.name), *(_widest(model, card) for _, card in DEVICES.values())] for model in published()]
+    rows = [
+        [code(model.name), *(_widest(model, card) for _, card in DEVICES.values())] for model in published()
+    ]
     return table(["model", *DEVICES], rows)
 
 

@@ -19,7 +19,8 @@ VARIABLES = (
         " compare forms of products, or if several machines must compute the same bits.",
     ),
     (
-        "XINFER_JAX_CHILD", "JSON", "A process of this library passes it to the processes that it starts. Do not set it.",
+        "XINFER_JAX_CHILD", "JSON",
+        "A process of this library passes it to the processes that it starts. Do not set it.",
     ),
     (
         "XDG_CACHE_HOME", "a directory; default `~/.cache`",
@@ -27,7 +28,8 @@ VARIABLES = (
     ),
     (
         "JAX_COMPILATION_CACHE_DIR", "a directory",
-        "The directory of compiled programs. Commands use `~/.cache/xinfer_jax` if it is not set and you do not"
+        "The directory of compiled programs. Commands use `~/.cache/xinfer_jax` if it is not set and you do"
+        " not"
         " pass `--compilation_cache`. Programs of your own have no such cache unless you set it.",
     ),
     (
@@ -44,7 +46,8 @@ VARIABLES = (
     ),
     (
         "XLA_FLAGS", "XLA's flags",
-        "`--xla_force_host_platform_device_count=8` makes eight virtual devices of a CPU, to try a mesh. Pages"
+        "`--xla_force_host_platform_device_count=8` makes eight virtual devices of a CPU, to try a mesh."
+        " Pages"
         " in files are found again only by engines with equal flags.",
     ),
     (

@@ -4,19 +4,19 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import xinfer_jax as xj
 from feature_cases import FAMILIES, is_supported
 from gpu.programs import layer_period
 from mesh_cases import FAMILIES as MESH_FAMILIES, OTHERS as MESH_OTHERS
 from parity_cases import CASES
 from paths import GOLDEN
 
+import xinfer_jax as xj
 from xinfer_jax import kernels_pallas
 from xinfer_jax.checkpoint.gguf_checkpoint import _TYPES as GGUF_TYPES
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.estimates.card_specs import CARDS, TPUS, Card, Tpu
 from xinfer_jax.estimates.model_shapes import SHAPES
+from xinfer_jax.estimates.plan_estimates import device_weights
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.plugins import TABLE, names
 
@@ -29,7 +29,8 @@ PUBLISHED = {
     "exaone4": "EXAONE-4.0-1.2B, -32B",
     "gemma": "gemma-2b, -7b",
     "gemma2": "gemma-2-2b, -9b, -27b",
-    "gemma3_text": "gemma-3-270m, -1b; the text of gemma-3-4b, -12b, -27b; embeddinggemma-300m (vectors only)",
+    "gemma3_text": "gemma-3-270m, -1b; the text of gemma-3-4b, -12b, -27b; embeddinggemma-300m (vectors"
+    " only)",
     "gemma4_text": "the text of gemma-4-E2B, -E4B, -31B, -26B-A4B",
     "gemma4_unified_text": "the text of gemma-4-12B",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
@@ -48,12 +49,15 @@ PUBLISHED = {
     "qwen3": "Qwen3-0.6B, -1.7B, -4B, -8B, -14B, -32B; Qwen3-Embedding, Qwen3-Reranker; the text of Qwen3-VL",
     "qwen3_5_moe_text": "the text of Qwen3.5-35B-A3B and larger mixtures",
     "qwen3_5_text": "the text of Qwen3.5-0.8B, -2B, -4B, -9B, -27B",
-    "qwen3_moe": "Qwen3-30B-A3B, -235B-A22B; Qwen3-Coder-30B-A3B, -480B-A35B; the text of Qwen3-VL-30B-A3B, -235B-A22B",
+    "qwen3_moe": "Qwen3-30B-A3B, -235B-A22B; Qwen3-Coder-30B-A3B, -480B-A35B; the text of Qwen3-VL-30B-A3B,"
+    " -235B-A22B",
     "qwen3_next": "Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     "seed_oss": "Seed-OSS-36B",
     "smollm3": "SmolLM3-3B",
 }  # fmt: skip
-TESTED, COMPILED, NO = "tested", "compiled only", "no"
+TESTED = "tested"
+COMPILED = "compiled only"
+NO = "no"
 _GPU = CARDS["h200"], CARDS["rtx4090"]
 _TPU = (TPUS["v6e"],)
 _ROWS = 8
@@ -132,7 +136,9 @@ def _has_golden_file(family: str) -> bool:
 def _kernels(family: str, devices: tuple[Card | Tpu, ...]) -> str:
     """Whether attention of a family's published shapes is a kernel on each of the devices."""
     lacking = [
-        name for name, config in published_configs(family).items() if not all(kernels_of(config, x) for x in devices)
+        name
+        for name, config in published_configs(family).items()
+        if not all(kernels_of(config, x) for x in devices)
     ]
     if len(lacking) == len(published_configs(family)):
         return NO
@@ -156,9 +162,10 @@ def _one_period(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def kernels_of(config: ModelConfig, device: Card | Tpu) -> tuple[str, ...]:
-    """The kernels that a call of `generate` in bfloat16 runs on a device; () if its attention is none."""
+    """The kernels that `generate` runs in bfloat16 on a device; () if attention is none."""
     with kernels_pallas.assume_device(device.capability, device.name, device.platform):
-        params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
-        used = xj.kernels_used(params, config, rows=_ROWS, cache_dtype="bfloat16")
+        used = xj.kernels_used(
+            device_weights(config, "bfloat16", 1), config, rows=_ROWS, cache_dtype="bfloat16"
+        )
     found = tuple(kernel for kernel, selection in used.items() if selection.impl != "xla")
     return found if {"decode_attention", "prefill_attention"} <= {*found} else ()

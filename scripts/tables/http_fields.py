@@ -17,24 +17,30 @@ MEANINGS = {
     "prompt": "A text or token ids. `/v1/completions` also takes a list of several prompts.",
     "stream": "If true, the answer is sent in events while it is generated.",
     "stream_options": "An object: `include_usage` and `continuous_usage_stats` add the usage to the events.",
-    "max_tokens": "The most tokens of an answer. The default of a completion is 16, of others `--max_tokens`.",
+    "max_tokens": "The most tokens of an answer. The default of a completion is 16, of others"
+    " `--max_tokens`.",
     "max_completion_tokens": "The same as `max_tokens`, with priority over it.",
     "n": "The number of answers to each prompt, 1 to 128.",
     "best_of": "The number of answers that are generated, of which the `n` most likely ones are returned.",
     "stop": "A text, or a list of texts, before which an answer ends.",
     "stop_token_ids": "Token ids that end an answer, next to the EOS ids.",
     "ignore_eos": "If true, an EOS token does not end an answer.",
-    "stop_in_reasoning": "If true, stop strings also end the reasoning. The default is the flag of this name.",
+    "stop_in_reasoning": "If true, stop strings also end the reasoning. The default is the flag of this"
+    " name.",
     "include_stop_str_in_output": "If true, the text includes the stop string that ended it.",
     "seed": "The seed of the random draws. The same request with the same seed has the same answer.",
-    "logprobs": "In a chat true or false. In a completion and in a line of `batch` the number of alternatives, 0 to 20.",
+    "logprobs": "In a chat true or false. In a completion and in a line of `batch` the number of"
+    " alternatives, 0 to 20.",
     "top_logprobs": "The number of alternatives to each token of a chat, 0 to 20. It needs `logprobs: true`.",
-    "echo": "If true, the answer begins with the prompt. With `logprobs` this gives the log-probabilities of the prompt.",
+    "echo": "If true, the answer begins with the prompt. With `logprobs` this gives the log-probabilities"
+    " of the prompt.",
     "return_token_ids": "If true, the response has the token ids of the prompt and the answer.",
-    "return_routed_experts": "If true, the response says which experts its tokens used. It needs `--routed_experts`.",
+    "return_routed_experts": "If true, the response says which experts its tokens used. It needs"
+    " `--routed_experts`.",
     "routed_experts_prompt_start": "The number of tokens of the prompt whose experts are left out.",
     "response_format": "The form of the answer: `text`, `json_object` or `json_schema` (OpenAI).",
-    "structured_outputs": "The form of the answer: an object with `json`, `regex`, `choice` or `grammar` (vLLM).",
+    "structured_outputs": "The form of the answer: an object with `json`, `regex`, `choice` or `grammar`"
+    " (vLLM).",
     "guided_json": "An older name of `structured_outputs.json`.",
     "guided_regex": "An older name of `structured_outputs.regex`.",
     "guided_choice": "An older name of `structured_outputs.choice`.",
@@ -85,12 +91,15 @@ ROUTES = {
 _ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")
 # Of other endpoints, the fields by the module that knows them.
 RESPONSES = {
-    "input": "A text, or a list of items: `message`, `reasoning`, `function_call` and `function_call_output`.",
+    "input": "A text, or a list of items: `message`, `reasoning`, `function_call` and"
+    " `function_call_output`.",
     "instructions": "The system message, which comes first.",
     "max_output_tokens": "The most tokens of the answer.",
-    "text": "An object: `format` is the form of the answer (`text`, `json_object` or `json_schema`). `verbosity` has"
+    "text": "An object: `format` is the form of the answer (`text`, `json_object` or `json_schema`)."
+    " `verbosity` has"
     " no effect.",
-    "reasoning": "An object: `effort` goes to the chat template. `summary` and `generate_summary` have no effect.",
+    "reasoning": "An object: `effort` goes to the chat template. `summary` and `generate_summary` have no"
+    " effect.",
     "include": f"A list of `{responses_request.LOGPROBS}` and `{responses_request.ENCRYPTED}`.",
     "tools": "The functions that the answer may call. Tools of other types get 400.",
     "tool_choice": "`none`, `auto`, `required`, or `{\"type\": \"function\", \"name\": …}`.",
@@ -107,7 +116,9 @@ def endpoints() -> list[str]:
             key = "admin" if path in ADMIN_PATHS else "none" if path in _open_paths() else "client"
             method = "POST" if "POST" in methods else "GET"
             rows.append([code(path.replace(":path", "")), method, key, ROUTES[path]])
-    return table(["path", "method", "key", "response"], sorted(rows, key=lambda row: [*ROUTES].index(_path(row))))
+    return table(
+        ["path", "method", "key", "response"], sorted(rows, key=lambda row: [*ROUTES].index(_path(row)))
+    )
 
 
 def _path(row: Sequence[str]) -> str:
@@ -132,7 +143,9 @@ def served_routes() -> dict[str, set[str]]:
         host="127.0.0.1", origins=(), grace=1, max_body_bytes=2**22, adapter_dir=None, weight_dir=None,
         has_own_engines=True, **limits,
     )  # fmt: skip
-    service: Any = SimpleNamespace(settings=settings, log=ignore, create_completion=ignore, error_response=ignore)
+    service: Any = SimpleNamespace(
+        settings=settings, log=ignore, create_completion=ignore, error_response=ignore
+    )
     app: Any = make_server(service).config.app
     return {route.path: set(route.methods) for route in app.routes}
 
@@ -173,7 +186,8 @@ def not_served() -> list[str]:
 def of_other_servers() -> list[str]:
     """The fields of other servers that are errors, by what to give instead."""
     rows = [
-        [way, ", ".join(code(name) for name in sorted(names))] for way, names in other_servers._INSTEAD.items()
+        [way, ", ".join(code(name) for name in sorted(names))]
+        for way, names in other_servers._INSTEAD.items()
     ]
     return table(["instead", "fields"], sorted(rows))
 

@@ -9,15 +9,18 @@ from .markdown import code, table
 # The meaning of each metric, by its name in Prometheus's text without the end of its kind.
 MEANINGS = {
     "vllm:time_to_first_token_seconds": "Seconds from the arrival of a request to its first token (TTFT).",
-    "vllm:time_per_output_token_seconds": "Mean seconds for each token after the first one of a request (TPOT).",
+    "vllm:time_per_output_token_seconds": "Mean seconds for each token after the first one of a request"
+    " (TPOT).",
     "vllm:e2e_request_latency_seconds": "Seconds from the arrival of a request to the end of its answers.",
     "vllm:request_queue_time_seconds": "Seconds that a request waited before its prefill started.",
     "vllm:request_prompt_tokens": "Tokens of the prompt of each request.",
     "vllm:request_generation_tokens": "Tokens of all answers of each request.",
-    "vllm:request_success": "Answers that have ended, by `finished_reason`: `stop`, `length`, `abort` or `error`.",
+    "vllm:request_success": "Answers that have ended, by `finished_reason`: `stop`, `length`, `abort` or"
+    " `error`.",
     "vllm:num_requests_running": "Answers that have a slot now: they are prefilled or decoded.",
     "vllm:num_requests_waiting": "Answers that wait for a slot now.",
-    "vllm:kv_cache_usage_perc": "The part of the pages that rows use now, from 0 to 1. Pages that only the prefix"
+    "vllm:kv_cache_usage_perc": "The part of the pages that rows use now, from 0 to 1. Pages that only the"
+    " prefix"
     " cache holds do not count.",
     "vllm:weight_version": "The version of the engine's weights.",
     "vllm:prompt_tokens": "Tokens of prompts, with those that the prefix cache had.",

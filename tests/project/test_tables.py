@@ -63,8 +63,8 @@ def test_every_metric_route_and_field_is_described():
 
 
 VARIABLE = re.compile(
-    r"environ(?:\.get\(|\[|\.setdefault\(|\.pop\()\"(\w+)\"|^_?[A-Z_]+ = \"(XINFER_JAX_\w+)\"|\b(HF_[A-Z_]+)\b"
-    r"|see (JAX_\w+)",
+    r"environ(?:\.get\(|\[|\.setdefault\(|\.pop\()\"(\w+)\"|^_?[A-Z_]+ = \"(XINFER_JAX_\w+)\""
+    r"|\b(HF_[A-Z_]+)\b|see (JAX_\w+)",
     re.MULTILINE,
 )
 

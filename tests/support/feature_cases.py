@@ -94,7 +94,10 @@ def check_scales(family: str, folder: Path) -> None:
     scaled = awq.scaled_params(params, config, prompts, "int4", 16)
     before, after = (_logits(tree, config, prompts[:2]) for tree in (params, scaled))
     np.testing.assert_allclose(after, before, rtol=0, atol=2e-4 * np.abs(before).max())
-    downs = [(a["down"]["weight"], b["down"]["weight"]) for a, b in zip(params["layers"], scaled["layers"], strict=True)]
+    downs = [
+        (a["down"]["weight"], b["down"]["weight"])
+        for a, b in zip(params["layers"], scaled["layers"], strict=True)
+    ]
     assert not all(np.array_equal(a, b) for a, b in downs)
 
 
