@@ -202,7 +202,7 @@ def decode_bytes(figures: dict) -> str:
             width = 440 * device[key] / most
             picture.bar(170, y + 22 * line, width, 18, look)
             label = f"{device[key]:,.0f} MB" + (
-                f" ({device['moved'] / device['least']:.3f} ×)" if key == "moved" else ""
+                f" ({device['moved'] / device['least']:.2f} ×)" if key == "moved" else ""
             )
             picture.text(176 + width, y + 14 + 22 * line, label, "soft")
     return picture.svg()
