@@ -3,7 +3,7 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->` in a Markdown file. Change the code, then run
 
     python scripts/make_tables.py            # writes all tables
-    python scripts/make_tables.py --check    # changes nothing; exit code 1 if a table is stale
+    python scripts/make_tables.py --check    # changes nothing, and exits with 1 if a table is stale
 
 The program needs what the tests need (`pip install -e '.[test]'`), and half a minute.
 """
@@ -49,7 +49,7 @@ TABLES: markdown.Tables = {
 
 
 def markdown_files() -> list[Path]:
-    """The files that may have tables."""
+    """Returns the files that may have tables."""
     folders = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
     return sorted([*ROOT.glob("*.md"), *(path for path in folders if not path.is_symlink())])
 

@@ -1,5 +1,5 @@
 """The tables of the documentation, which scripts/make_tables.py writes. Each function returns the lines of a
-table. What families do follows from the cases of the tests, in tests/support.
+table. The cases of the tests, in tests/support, say which features each family has.
 """
 
 import sys

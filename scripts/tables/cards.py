@@ -48,17 +48,17 @@ class Published(NamedTuple):
 
     @functools.cache  # noqa: B019  (a program of seconds)
     def gib(self, weights: str, devices: int = 1) -> float:
-        """GiB on each of some devices."""
+        """Returns the GiB on each of several devices."""
         return estimates.mesh_plan(self.job(weights), devices).total / _GIB
 
     def job(self, weights: str) -> estimates.EngineLoad:
-        """The model in an engine."""
+        """Returns the model in an engine with full rows."""
         return estimates.EngineLoad(self.config, weights, "bfloat16", ROWS, self.context, CHUNK)
 
 
 @functools.cache
 def published() -> list[Published]:
-    """All built-in shapes of published models."""
+    """Returns all built-in shapes of published models."""
     found = []
     for name, hf in SHAPES.items():
         config = from_hf(hf)
@@ -69,12 +69,12 @@ def published() -> list[Published]:
 
 
 def usable_bytes(card: Card | Tpu) -> float:
-    """Bytes of a device that jax allocates by default."""
+    """Returns the bytes of a device that jax allocates by default."""
     return card.memory_gib * _GIB * card.memory_fraction
 
 
 def cards() -> list[str]:
-    """The devices of the table, and the memory that counts."""
+    """Returns the devices of the table, and the memory that counts."""
     rows = [
         [
             name,
@@ -89,7 +89,7 @@ def cards() -> list[str]:
 
 
 def memory() -> list[str]:
-    """The GiB that each model takes on one device, by the format of its weights."""
+    """Returns the GiB that each model takes on one device, by the format of its weights."""
     rows = []
     for model in published():
         cells = [f"{model.gib(x):.1f}" if x in model.formats else "—" for x in (*FORMATS, "mxfp4")]
@@ -101,8 +101,8 @@ def memory() -> list[str]:
 
 
 def fits() -> list[str]:
-    """The widest format in which each model fits on one device; else the number of devices that it takes in
-    the narrowest format.
+    """Returns the widest format in which each model fits on one device. If it fits in none, returns the number
+    of devices that it takes in the narrowest format.
     """
     rows = [
         [code(model.name), *(_widest(model, card) for _, card in DEVICES.values())] for model in published()

@@ -69,5 +69,5 @@ VARIABLES = (
 
 
 def variables() -> list[str]:
-    """The environment variables that the library and its commands honour."""
+    """Returns the environment variables that the library and its commands read."""
     return table(["variable", "value", "meaning"], [[code(name), *rest] for name, *rest in VARIABLES])

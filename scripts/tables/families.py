@@ -72,7 +72,7 @@ _STAND_INS = dict(
 
 
 def families() -> list[str]:
-    """Each `model_type` with its published models and its file."""
+    """Returns each `model_type` with its published models and its file."""
     rows = []
     for family in sorted(names("family")):
         file = f"{TABLE['family', family][0].rpartition('.')[2]}.py"
@@ -82,7 +82,7 @@ def families() -> list[str]:
 
 
 def formats() -> list[str]:
-    """The forms in which weights of each family are read and written."""
+    """Returns the formats in which weights of each family are read and written."""
     columns = {
         "Hugging Face files": lambda family: _tested(_has_golden_file(family)),
         "int8, int4 while loading": lambda family: _tested(family in FAMILIES),
@@ -95,7 +95,7 @@ def formats() -> list[str]:
 
 
 def features() -> list[str]:
-    """What each family does, and on which devices."""
+    """Returns the features and the devices of each family."""
     columns = {
         "adapters": lambda family: _tested(family in FAMILIES),
         "training": lambda family: _tested(family in {case.hf["model_type"] for case in CASES.values()}),
@@ -110,7 +110,7 @@ def features() -> list[str]:
 
 
 def mesh_families() -> set[str]:
-    """The families that the tests of meshes run."""
+    """Returns the families that the tests of meshes run."""
     return {hf["model_type"] for hf in (*MESH_FAMILIES.values(), *MESH_OTHERS.values())}
 
 
@@ -134,7 +134,9 @@ def _has_golden_file(family: str) -> bool:
 
 
 def _kernels(family: str, devices: tuple[Card | Tpu, ...]) -> str:
-    """Whether attention of a family's published shapes is a kernel on each of the devices."""
+    """Returns "compiled only" if kernels compute the attention of a family's published shapes on all of the
+    devices, else "no". If shapes differ, the text names them.
+    """
     lacking = [
         name
         for name, config in published_configs(family).items()
@@ -146,7 +148,7 @@ def _kernels(family: str, devices: tuple[Card | Tpu, ...]) -> str:
 
 
 def published_configs(family: str) -> dict[str, ModelConfig]:
-    """The configs of published models of a family, each with one period of its layers."""
+    """Returns the configs of published models of a family, each with one period of its layers."""
     shapes = {name: hf for name, hf in SHAPES.items() if hf["model_type"] == family and name != "tiny"}
     if not shapes:
         shapes = {"": dict(model_type=family, **_STAND_INS[family])}
@@ -162,7 +164,7 @@ def _one_period(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def kernels_of(config: ModelConfig, device: Card | Tpu) -> tuple[str, ...]:
-    """The kernels that `generate` runs in bfloat16 on a device; () if attention is none."""
+    """Returns the kernels that `generate` runs in bfloat16 on a device, or () if XLA computes attention."""
     with kernels_pallas.assume_device(device.capability, device.name, device.platform):
         used = xj.kernels_used(
             device_weights(config, "bfloat16", 1), config, rows=_ROWS, cache_dtype="bfloat16"

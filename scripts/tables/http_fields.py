@@ -89,7 +89,7 @@ ROUTES = {
     "/": "A chat page.",
 }  # fmt: skip
 _ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")
-# Of other endpoints, the fields by the module that knows them.
+# The fields of /v1/responses that the server translates.
 RESPONSES = {
     "input": "A text, or a list of items: `message`, `reasoning`, `function_call` and"
     " `function_call_output`.",
@@ -107,7 +107,7 @@ RESPONSES = {
 
 
 def endpoints() -> list[str]:
-    """The routes of the server."""
+    """Returns the routes of the server."""
     from xinfer_jax.serve.service import ADMIN_PATHS
 
     rows = []
@@ -132,11 +132,11 @@ def _open_paths() -> set[str]:
 
 
 def served_routes() -> dict[str, set[str]]:
-    """The methods of each path of a server."""
+    """Returns the methods of each path of a server."""
     from xinfer_jax.serve.app import make_server
 
     def ignore(*_: Any, **__: Any) -> None:
-        """Stands for what a service does."""
+        """Stands for the methods of a service."""
 
     limits = dict(max_connections=2, max_connections_per_address=1, trusted_proxies=(), stall_seconds=1.0)
     settings = SimpleNamespace(
@@ -151,7 +151,11 @@ def served_routes() -> dict[str, set[str]]:
 
 
 def answers() -> list[str]:
-    """The fields of bodies that ask for answers. Raises KeyError for one without a meaning."""
+    """Returns the fields of bodies that ask for answers.
+
+    Raises:
+        AssertionError: a field has no meaning here, or the server does not know it.
+    """
     known = {kind: fields._SERVED | fields._OF_KIND[kind] | fields._REASONING for kind in KINDS}
     known |= {kind: known[kind] | _SENT for kind in ("completion", "chat")}
     names = set.union(*known.values()) - SAMPLING
@@ -166,7 +170,7 @@ def answers() -> list[str]:
 
 
 def without_effect() -> list[str]:
-    """The fields that are accepted and change no answer."""
+    """Returns the fields that are accepted and change no answer."""
     own = "the OpenAI API and vLLM", sorted(fields._WITHOUT_EFFECT)
     others = "other servers", sorted(other_servers._WITHOUT_EFFECT)
     rows = [[source, ", ".join(map(code, names))] for source, names in (own, others)]
@@ -174,7 +178,7 @@ def without_effect() -> list[str]:
 
 
 def not_served() -> list[str]:
-    """The fields of the OpenAI API and of vLLM that are known, and are errors."""
+    """Returns the fields of the OpenAI API and of vLLM that are known, and are errors."""
     ways = fields._WAYS
     rows = [
         [code(name), _values(values), f"{ways.get(name, 'leave it out')}"]
@@ -184,7 +188,7 @@ def not_served() -> list[str]:
 
 
 def of_other_servers() -> list[str]:
-    """The fields of other servers that are errors, by what to give instead."""
+    """Returns the fields of other servers that are errors, by the remedy."""
     rows = [
         [way, ", ".join(code(name) for name in sorted(names))]
         for way, names in other_servers._INSTEAD.items()
@@ -193,7 +197,7 @@ def of_other_servers() -> list[str]:
 
 
 def responses() -> list[str]:
-    """The fields of /v1/responses that chats do not have, or have in another form."""
+    """Returns the fields of /v1/responses that chats do not have, or have in another form."""
     module = responses_request
     rows = [[code(name), meaning] for name, meaning in RESPONSES.items()]
     rows += [[code(name), "No effect."] for name in module._WITHOUT_EFFECT]
@@ -204,7 +208,7 @@ def responses() -> list[str]:
 
 
 def other_endpoints() -> list[str]:
-    """The fields of all other bodies."""
+    """Returns the fields of all other bodies."""
     from xinfer_jax.serve import adapter_endpoints, rollout_endpoints, text_endpoints
 
     rows: list[tuple[str, Iterable[str]]] = [
@@ -221,7 +225,7 @@ def other_endpoints() -> list[str]:
 
 
 def _values(values: Sequence[Any]) -> str:
-    """The values that a field may have although it is not served, as JSON."""
+    """Returns the values that a field may have although it is not served, as JSON."""
     import json
 
     return ", ".join(code(json.dumps(value)) for value in values) or "none"

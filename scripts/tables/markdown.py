@@ -44,7 +44,7 @@ def number(value: float) -> str:
 
 
 def stale_blocks(text: str, tables: Tables) -> list[str]:
-    """Returns the names of the tables whose blocks in a text differ from what their functions return.
+    """Returns the names of the tables whose blocks in a text are stale.
 
     Raises:
         InputError: a block names no table.

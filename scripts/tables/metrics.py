@@ -34,7 +34,7 @@ MEANINGS = {
 
 
 def metrics() -> list[str]:
-    """The metrics of /metrics: names as a query of Prometheus needs them, kinds and meanings.
+    """Returns the metrics of /metrics: names as a query of Prometheus needs them, types and meanings.
 
     Raises:
         KeyError: a metric has no meaning here.
@@ -49,7 +49,7 @@ def metrics() -> list[str]:
 
 
 def reported() -> list[Any]:
-    """The metric families of a server whose engine has answered nothing."""
+    """Returns the metric families of a server whose engine has answered nothing."""
     from xinfer_jax.engine.statistics import EngineStats
     from xinfer_jax.serve.metrics import Metrics
 
@@ -61,6 +61,6 @@ def reported() -> list[Any]:
 
 
 def labels_of(family: Any) -> list[str]:
-    """The labels of a metric family, without those of the kind."""
+    """Returns the labels of a metric family, without the labels of histograms."""
     names = {name for sample in family.samples for name in sample.labels}
     return sorted(names - {"le"})

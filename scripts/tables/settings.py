@@ -27,7 +27,7 @@ GROUPS = {
 
 
 def sampling() -> list[str]:
-    """Each sampling setting: its names, its range, the value at which it does nothing, and its meaning."""
+    """Returns each sampling setting: its names, its range, its default and its meaning."""
     meanings = _attributes(SamplingConfig)
     rows = []
     for setting in SETTINGS.values():
@@ -50,7 +50,7 @@ def _range(setting: Setting) -> str:
 
 
 def engine_options() -> list[str]:
-    """Each field of `EngineOptions`."""
+    """Returns each field of `EngineOptions`."""
     texts = option_texts()
     rows = []
     for field in dataclasses.fields(EngineOptions):
@@ -62,7 +62,7 @@ def engine_options() -> list[str]:
 
 
 def flags_of(group: str) -> list[str]:
-    """The flags of `xinfer-jax serve` below one of the headings in `GROUPS`.
+    """Returns the flags of `xinfer-jax serve` below one of the headings in `GROUPS`.
 
     Raises:
         KeyError: the command has no such group, or one that no table has.
@@ -83,7 +83,7 @@ def flags_of(group: str) -> list[str]:
 
 
 def _values(flag: Any) -> str:
-    """The values that a flag takes, as its error says them."""
+    """Returns the values that a flag takes, as its error says them."""
     if flag.boolean:
         return "a switch"
     remedy = str(flag.parser._remedy).removeprefix("give ").replace("a value", "a text")
@@ -95,7 +95,7 @@ def _shown(value: Any) -> str:
 
 
 def _split_default(text: str) -> tuple[str, str]:
-    """The text of an option without its last sentence "Default: ….", and the rest of that sentence."""
+    """Returns the text of an option without its sentence "Default: ….", and the rest of that sentence."""
     text = " ".join(text.split())
     found = re.search(r"(?:^|(?<=[.;:]) )Default: ([^.]*(?:\.\w[^.]*)*)\.?", text)
     if not found:
@@ -104,6 +104,6 @@ def _split_default(text: str) -> tuple[str, str]:
 
 
 def _attributes(cls: type) -> dict[str, str]:
-    """The entries of `Attributes:` in the docstring of a class."""
+    """Returns the entries of `Attributes:` in the docstring of a class."""
     entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -137,7 +137,7 @@ EXCLUDABLE = dict(own_files="leaf formats", draft_model="draft model", scales="s
 
 
 def is_supported(feature: str, family: str) -> bool:
-    """Whether the library takes the models of this family; if not, a call raises `InputError`."""
+    """Returns False if a call with the models of this family raises `InputError`."""
     if feature not in EXCLUDABLE:
         return True
     try:
