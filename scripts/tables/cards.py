@@ -101,8 +101,8 @@ def memory() -> list[str]:
 
 
 def fits() -> list[str]:
-    """Returns the widest format in which each model fits on one device. If it fits in none, returns the number
-    of devices that it takes in the narrowest format.
+    """Returns the widest format in which each model fits on one device. If it fits in none, returns the
+    number of devices that it takes in the narrowest format.
     """
     rows = [
         [code(model.name), *(_widest(model, card) for _, card in DEVICES.values())] for model in published()
