@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import mesh_cases
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.oldest
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
 ROWS = PartitionSpec("rows")
 REPLICATED = PartitionSpec()
+OTHERS = " ".join(["qwen3-4 qwen3_moe-2 qwen3_next-4", *(f"{family}-2" for family in mesh_cases.OTHERS)])
 ARGUMENTS = (np.arange(48, dtype=np.int32).reshape(4, 12), np.array([12, 5, 9, 1], np.int32), np.arange(8))
 
 
@@ -84,6 +86,7 @@ def test_shard_map_on_two_devices():
         "odd_vocabulary odd_formats odd_tree_of_a_user tensors_by_name explicit_axes resharded",
         "an_engine caches int8_activations kernels experts rows_over_data training adapters taps",
         "collectives_of_a_layer collectives_of_sampling qwen2-8 gpt_oss-4 olmo3-2 gemma4-4 glm4_moe-4 lfm2-8",
+        pytest.param(OTHERS, marks=pytest.mark.soak, id="other families"),
     ],
 )
 def test_a_model_over_a_mesh(cases):

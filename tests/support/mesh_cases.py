@@ -91,6 +91,12 @@ FAMILIES = {
         ),
     )
 }
+# Families whose layers are made of the parts of those above, by the first case of each that generates.
+OTHERS = {
+    case.hf["model_type"]: case.hf
+    for case in reversed(CASES.values())
+    if case.hf["model_type"] not in {hf["model_type"] for hf in FAMILIES.values()} and case.continued_prompts
+}
 ONE_LAYER = dict(num_hidden_layers=1, layer_types=["full_attention"])
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
 LENGTHS = np.array([12, 7], np.int32)
@@ -133,7 +139,7 @@ def _prompt_and_step(params: Any, config: Any, *rows: Any) -> tuple[jax.Array, j
 def family(name: str, devices: int) -> None:
     """Logits of a prompt and of a decode step are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), FAMILIES[name], fused=devices > 2)
+        path = write_checkpoint(Path(folder), (FAMILIES | OTHERS)[name], fused=devices > 2)
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(devices))
     rows = TOKENS, LENGTHS, np.array([7, 9], np.int32)
