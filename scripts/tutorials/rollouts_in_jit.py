@@ -99,7 +99,7 @@ def rollout(params, prompt_1T, key_B, temperature):
 
 
 prompt_1T = jnp.array([xj.encode_prompt(model, "Tell me a capital.")])
-key_B = jax.random.split(jax.random.key(0), 4)
+key_B = jax.random.split(jax.random.key(0), 8)
 out = rollout(model.params, prompt_1T, key_B, 1.0)
 for tokens, length in zip(out.tokens_BT, out.length_B, strict=True):
     print(repr(tokenizer.decode(tokens[:length].tolist())))
@@ -111,8 +111,9 @@ for tokens, length in zip(out.tokens_BT, out.length_B, strict=True):
 #
 # ## Other values compile nothing
 #
-# The temperature is a traced argument. It can be one number, or an array with one number for each row. So this
-# loop samples at three temperatures with one program: JAX does not trace again.
+# The temperature is a traced argument, so this loop samples at three temperatures with one program: JAX does not
+# trace again. You can also pass an array with one temperature for each row. An array has another shape than a number,
+# so the first call with an array compiles once.
 
 # %%
 for temperature in (0.0, 0.7, 1.5):
@@ -195,15 +196,14 @@ show("sampled_distribution")
 
 
 # %%
-def one_answer(key, temperature):
+def one_answer(params, key):
     """Returns the tokens [MAX_TOKENS] of one answer."""
-    return rollout(model.params, prompt_1T, key[None], temperature).tokens_BT[0]
+    return rollout(params, prompt_1T, key[None], 1.0).tokens_BT[0]
 
 
-key_B = jax.random.split(jax.random.key(2), 4)
-temperature_B = jnp.array([0.0, 0.8, 1.5, 2.0])
-mapped_BT = jax.jit(jax.vmap(one_answer))(key_B, temperature_B)
-batched_BT = rollout(model.params, prompt_1T, key_B, temperature_B).tokens_BT
+key_B = jax.random.split(jax.random.key(2), 8)
+mapped_BT = jax.jit(jax.vmap(one_answer, in_axes=(None, 0)))(model.params, key_B)
+batched_BT = rollout(model.params, prompt_1T, key_B, 1.0).tokens_BT
 print("vmap gives the same tokens:", bool((mapped_BT == batched_BT).all()))
 
 # %% [markdown]
@@ -218,7 +218,7 @@ print("vmap gives the same tokens:", bool((mapped_BT == batched_BT).all()))
 # compiles. `jax.block_until_ready` waits for the result.
 
 # %%
-all_rows = [4**i for i in range(min(STEPS, 5))]
+all_rows = [1, 8, 64, 512][:STEPS]
 rates = []
 for rows in all_rows:
     key_B = jax.random.split(jax.random.key(3), rows)
@@ -255,14 +255,14 @@ show("tokens_per_second")
 
 # %%
 @jax.jit
-def packed_rollout(params, prompt_1T, key_B):
-    """Samples answers, and returns rows with the prompt and the answer."""
-    rows = len(key_B)
-    out = rollout(params, prompt_1T, key_B, 1.0)
+def pack(prompt_1T, out):
+    """Returns rows with the prompt and the answer."""
+    rows = len(out.tokens_BT)
     prompt_BT = jnp.repeat(prompt_1T, rows, axis=0)
     return xj.rollouts.pack_rollout(prompt_BT, jnp.full(rows, prompt_1T.shape[1]), out)
 
 
+@jax.jit
 def answer_logprob(params, tokens_BT, num_tokens_B, mask_BT):
     """Returns the summed log-probability of each answer."""
     logprobs_BT = xj.score(params, config, tokens_BT, num_tokens_B).logprobs_BT
@@ -270,9 +270,9 @@ def answer_logprob(params, tokens_BT, num_tokens_B, mask_BT):
 
 
 key_B = jax.random.split(jax.random.key(4), 8)
-packed = packed_rollout(model.params, prompt_1T, key_B)
+packed = pack(prompt_1T, rollout(model.params, prompt_1T, key_B, 1.0))
 inputs = packed.tokens_BT, packed.num_tokens_B, packed.mask_BT
-scored_B = jax.jit(answer_logprob)(model.params, *inputs)
+scored_B = answer_logprob(model.params, *inputs)
 sampled_B = packed.logprobs_BT.sum(axis=1)
 print(f"rollout and score differ by at most {jnp.abs(scored_B - sampled_B).max():.1e} nats")
 
@@ -301,7 +301,7 @@ def loss(params):
 value, gradient = loss(model.params)
 stepped = jax.tree.map(lambda weight, slope: weight - 1e-3 * slope, model.params, gradient)
 rewarded_B = reward_B > 0
-change_B = jax.jit(answer_logprob)(stepped, *inputs) - scored_B
+change_B = answer_logprob(stepped, *inputs) - scored_B
 print(f"reward {reward_B.mean():.2f}")
 print(f"rewarded answers: {change_B[rewarded_B].mean():+.3f} nats")
 print(f"other answers:    {change_B[~rewarded_B].mean():+.3f} nats")
