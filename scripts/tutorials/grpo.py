@@ -118,17 +118,18 @@ print(reward("The capital of Japan is Tokyo."), reward("The capital of Japan is 
 #
 # The trainer needs arrays with a fixed shape, so that it compiles once. Each row of the batch is a prompt and an
 # answer. Entry `t` of `sampled_BT` and `mask_BT` belongs to token `t + 1`, as in `xj.score`.
+#
+# `out.adapter_versions` says which version of the adapter sampled each token. The first version is 0, and each update
+# adds 1. You need it if the engine samples while you train, because then an answer can have tokens of two versions.
 
 # %%
 prompts = [xj.encode_prompt(model, prompt) for prompt in PROMPTS]
 ROW_TOKENS = max(len(prompt) for prompt in prompts) + MAX_TOKENS
-OPTIONS = xj.GenerateOptions(
-    max_tokens=MAX_TOKENS, n=SAMPLES, sampling=xj.SamplingConfig(temperature=1.0)
-)
+OPTIONS = xj.GenerateOptions(max_tokens=MAX_TOKENS, n=SAMPLES, sampling=xj.SamplingConfig(temperature=1.0))
 
 
 def sample_batch(engine, key):
-    """Returns a batch of arrays for the trainer, and the text of each answer."""
+    """Returns a batch of arrays for the trainer, the text of each answer, and the adapter's versions."""
     rows = len(prompts) * SAMPLES
     batch = dict(
         tokens_BT=np.zeros((rows, ROW_TOKENS), np.int32),
@@ -149,7 +150,8 @@ def sample_batch(engine, key):
         batch["sampled_BT"][row, entries] = out.logprobs[answer]
         texts.append(tokenizer.decode(out.text_ids(answer)))
         batch["reward_B"][row] = reward(texts[-1])
-    return batch, texts
+    versions = {version for out in outs for row in out.adapter_versions for version in row}
+    return batch, texts, versions
 
 
 # %% [markdown]
@@ -200,8 +202,8 @@ def update(adapter, state, params, batch):
 # ## The training loop
 #
 # Each step samples a batch, takes `UPDATES` gradient steps, and gives the new adapter to the engine.
-# `engine.update_adapter` compiles nothing. It waits until the current decode step ends, and the next request uses
-# the new adapter.
+# `engine.update_adapter` compiles nothing. It replaces the adapter between two decode steps, and the next batch is
+# sampled with the new one.
 #
 # In the first gradient step of each batch, the trainer has the same weights as the engine. So the log-probabilities
 # of both must agree except for rounding. `difference` is the largest disagreement. If it grows in your own loop, the
@@ -213,7 +215,7 @@ state = optimizer.init(adapter)
 rewards, divergences, differences = [], [], []
 with xj.Engine(model, rows=len(PROMPTS) * SAMPLES, capacity=128, adapters={"policy": adapter}) as engine:
     for step in range(STEPS):
-        batch, texts = sample_batch(engine, jax.random.fold_in(jax.random.key(0), step))
+        batch, texts, versions = sample_batch(engine, jax.random.fold_in(jax.random.key(0), step))
         for i in range(UPDATES):
             adapter, state, kl, difference = update(adapter, state, model.params, batch)
             if i == 0:
@@ -222,8 +224,8 @@ with xj.Engine(model, rows=len(PROMPTS) * SAMPLES, capacity=128, adapters={"poli
         engine.update_adapter("policy", adapter)
         rewards.append(batch["reward_B"].reshape(-1, SAMPLES).mean(axis=1))
         print(
-            f"step {step}: reward {rewards[-1].mean():.3f}, KL {divergences[-1]:.3f},"
-            f" difference {differences[-1]:.1e}, first answer: {texts[0]}"
+            f"step {step}: adapter versions {versions}, reward {rewards[-1].mean():.3f},"
+            f" KL {divergences[-1]:.3f}, difference {differences[-1]:.1e}"
         )
 
 # %% [markdown]
@@ -236,7 +238,9 @@ with xj.Engine(model, rows=len(PROMPTS) * SAMPLES, capacity=128, adapters={"poli
 rewards = np.array(rewards)
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 left.plot(rewards.mean(axis=1), label="mean of all prompts")
-left.fill_between(range(STEPS), rewards.min(axis=1), rewards.max(axis=1), alpha=0.25, label="range of prompts")
+left.fill_between(
+    range(STEPS), rewards.min(axis=1), rewards.max(axis=1), alpha=0.25, label="range of prompts"
+)
 left.set(xlabel="step", ylabel="reward (0 to 1)", title="Reward", ylim=(-0.02, 1.02))
 left.legend(loc="lower right")
 right.plot(divergences, color="C1")

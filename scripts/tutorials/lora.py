@@ -26,8 +26,8 @@
 # - use it in an engine, where each request names its adapter
 # - serve it over HTTP with the OpenAI API
 #
-# The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. The server needs the
-# extra `serve`: run `pip install -e '.[docs,serve]'` in your clone.
+# The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. To install what it needs,
+# run `pip install -e '.[docs]'` in your clone.
 
 # %% [markdown]
 # ## Set up
@@ -128,8 +128,8 @@ print(f"{num_trained:,} trained numbers, {num_params:,} frozen parameters")
 # parameters. The loss differentiates with respect to the adapter only, so the frozen parameters have neither
 # gradients nor optimizer state.
 #
-# `model.params` is an argument of `step`. If the jitted function took it from the enclosing scope, JAX would store
-# a copy of all weights as constants in the program.
+# `model.params` is an argument of `step`. Do not take large arrays from the enclosing scope of a jitted function: JAX
+# would treat the weights as constants of the program, and compile again for other weights.
 
 # %%
 optimizer = optax.adam(1e-2)
