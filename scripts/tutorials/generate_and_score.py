@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Generate and score
 #
-# In this tutorial you load a language model, generate text with it, and measure how likely the model finds
-# a text. You need this first, because the other tutorials build on it.
+# In this tutorial you load a language model, generate text with it, and measure how likely the model finds a
+# text. You need this first, because the other tutorials build on it.
 #
 # You learn how to:
 #
@@ -27,8 +27,9 @@
 # - get the log-probability of each token, before and after the temperature
 # - compute the perplexity of a sentence
 #
-# You should know [JAX](https://docs.jax.dev) arrays and keys. The tutorial runs offline on a CPU, with a small
-# checkpoint that is part of the package. It has one million parameters and knows the capitals of countries.
+# You should know [JAX](https://docs.jax.dev) arrays and keys. The tutorial runs offline on a CPU, with a
+# small checkpoint that is part of the package. It has one million parameters and knows the capitals of
+# countries.
 
 # %% [markdown]
 # ## Set up
@@ -62,8 +63,8 @@ def show(name):
 # %% [markdown]
 # ## Load a model
 #
-# Without an argument, `xj.load_model` loads the bundled checkpoint. To load another model, pass a directory or
-# the name of a model on the [Hugging Face hub](https://huggingface.co/models), for example
+# Without an argument, `xj.load_model` loads the bundled checkpoint. To load another model, pass a directory
+# or the name of a model on the [Hugging Face hub](https://huggingface.co/models), for example
 # `xj.load_model("Qwen/Qwen2.5-0.5B-Instruct")`.
 
 # %%
@@ -95,8 +96,8 @@ print(xj.generate_text(model, "What is the capital of France?"))
 
 # %% [markdown]
 # If you want token ids, call the two steps yourself. `xj.encode_prompt` applies the chat template.
-# `xj.generate` takes the parameters, the config and a list of prompts. It returns a `GenerateOutput`, with one
-# entry for each prompt in each field.
+# `xj.generate` takes the parameters, the config and a list of prompts. It returns a `GenerateOutput`, with
+# one entry for each prompt in each field.
 
 # %%
 prompt = xj.encode_prompt(model, "What is the capital of France?")
@@ -128,8 +129,8 @@ print("same tokens alone:", batch.tokens == [out.tokens[0] for out in alone])
 # %% [markdown]
 # ## Sample
 #
-# With the default options, `xj.generate` is greedy: it takes the most likely token at each position. To sample,
-# pass an `xj.SamplingConfig` and a JAX key. `n=4` asks for four answers to the prompt.
+# With the default options, `xj.generate` is greedy: it takes the most likely token at each position. To
+# sample, pass an `xj.SamplingConfig` and a JAX key. `n=4` asks for four answers to the prompt.
 #
 # The question below has no country, so the model is not sure what to answer.
 
@@ -142,8 +143,8 @@ for row in range(4):
 
 # %% [markdown]
 # The same key gives the same answers. Randomness belongs to the request: other prompts in the batch do not
-# change the answer to yours. The
-# [guarantees](../../xinfer_jax/generation/README.md) say where this holds.
+# change the answer to yours. The [guarantees](../../xinfer_jax/generation/README.md) list the exact
+# conditions.
 
 # %%
 again = xj.generate(model.params, model.config, [prompt], options, key=jax.random.key(0))
@@ -155,7 +156,8 @@ print("other key, same tokens:", other.tokens == out.tokens)
 # ## Stream
 #
 # `xj.stream_text` yields the text while it is generated, in pieces of complete characters. Use it if a person
-# reads the answer. After the last piece, `stream.output` has the same fields as the result of `xj.generate`.
+# reads the answer, for example in a chat. After the last piece, `stream.output` has the same fields as the
+# result of `xj.generate`.
 
 # %%
 stream = xj.stream_text(model, "What is the capital of Japan?", xj.GenerateOptions(max_tokens=24))
@@ -166,13 +168,14 @@ print(f"\n{len(stream.output.tokens[0])} tokens, finish_reason: {stream.output.f
 # %% [markdown]
 # ## Log-probabilities of generated tokens
 #
-# For each position, the model computes a vector of logits $z$ with one number for each token of the vocabulary.
-# Two distributions follow from them, and you should know which one you use:
+# For each position, the model computes a vector of logits $z$ with one number for each token of the
+# vocabulary. Two distributions follow from them, and you should know which one you use:
 #
 # - **before the temperature**: $\log \mathrm{softmax}(z)$. This is the distribution of the model. Use it to
 #   compare models or texts.
 # - **after the temperature**: $\log \mathrm{softmax}(z / \tau)$, and after each other setting, for example
-#   `top_p`. The token was sampled from this distribution. Use it for importance ratios in reinforcement learning.
+#   `top_p`. The token was sampled from this distribution. Use it for importance ratios in reinforcement
+#   learning.
 #
 # `GenerateOptions(logprobs=3)` records both for each token, and also the three most likely tokens. The field
 # names are `logprob` and `processed_logprob`.
@@ -188,11 +191,11 @@ for token in out.alternatives[0]:
     print(f"{text!r:16} {token.logprob:8.3f} {token.processed_logprob:8.3f}")
 
 # %% [markdown]
-# A temperature above 1 makes the distribution flatter. So a likely token has a lower log-probability after the
-# temperature, and an unlikely token has a higher one.
+# A temperature above 1 makes the distribution flatter. So a likely token has a lower log-probability after
+# the temperature, and an unlikely token has a higher one.
 #
-# `xj.alternatives_text` gives the same alternatives as text with probabilities. Here you see where the model
-# was unsure:
+# `xj.alternatives_text` gives the same alternatives as text with probabilities. For example, the first tokens
+# below were certain, and the country was not:
 
 # %%
 for chosen, *others in xj.alternatives_text(model, out)[:6]:
@@ -222,13 +225,12 @@ print(f"largest difference after the temperature:  {difference[1]:.1e}")
 # %% [markdown]
 # ## Perplexity of a sentence
 #
-# The [perplexity](https://en.wikipedia.org/wiki/Perplexity) of a text is
-# $\exp(-\frac{1}{N} \sum_t \log p_t)$ over its $N$ scored tokens. A perplexity of 1 means that the model was
-# certain of each token. A perplexity of 10 means that the model was as unsure as if it chose between ten equally
-# likely tokens.
+# The [perplexity](https://en.wikipedia.org/wiki/Perplexity) of a text is $\exp(-\frac{1}{N} \sum_t \log p_t)$
+# over its $N$ scored tokens. A perplexity of 1 means that the model was certain of each token. A perplexity
+# of 10 means that the model was as unsure as if it chose between ten equally likely tokens.
 #
-# Compare a true sentence with a false one. Both are one batch: `num_tokens_B` says how many tokens of each row
-# are real, and the entries of padding are 0.
+# Compare a true sentence with a false one. Both are one batch: `num_tokens_B` says how many tokens of each
+# row are real, and the entries of padding are 0.
 
 # %%
 sentences = ["The capital of France is Paris.", "The capital of France is Rome."]
@@ -262,13 +264,13 @@ axes[0].set_ylabel("log-probability (nats)")
 show("generate_and_score")
 
 # %% [markdown]
-# The first tokens are expensive in both sentences. The model was trained mostly on questions in the chat format,
-# and many countries can follow "The capital of".
+# The first tokens are expensive in both sentences. The model was trained mostly on questions in the chat
+# format, and many countries can follow "The capital of".
 #
 # ## Do not mix the two distributions
 #
-# The perplexity above uses the distribution before the temperature. If you score with another temperature, you
-# measure another distribution, and the number is not comparable with published perplexities. For example:
+# The perplexity above uses the distribution before the temperature. If you score with another temperature,
+# you measure another distribution, and the number is not comparable with published perplexities. For example:
 
 # %%
 for temperature in (0.5, 1.0, 2.0):
@@ -279,9 +281,9 @@ for temperature in (0.5, 1.0, 2.0):
 # %% [markdown]
 # ## Many prompts with the same options
 #
-# `GenerateOptions` is a frozen dataclass. To change one field, use `dataclasses.replace`. You can also give each
-# prompt its own sampling settings: pass a list of `SamplingConfig`. Settings are arguments of the compiled
-# program, so other values compile nothing.
+# `GenerateOptions` is a frozen dataclass. To change one field, use `dataclasses.replace`. You can also give
+# each prompt its own sampling settings: pass a list of `SamplingConfig`. Settings are arguments of the
+# compiled program, so other values compile nothing.
 
 # %%
 per_row = [xj.SamplingConfig(temperature=temperature) for temperature in (0.0, 1.0, 3.0)]
@@ -301,8 +303,8 @@ for row, sampling in enumerate(per_row):
 #
 # ## Next
 #
-# - [Ways to decode](../../xinfer_jax/generation/README.md) lists all options, and which sampling settings a call
-#   follows.
+# - [Ways to decode](../../xinfer_jax/generation/README.md) lists all options, and which sampling settings a
+#   call follows.
 # - [Rollouts in your own jit](rollouts_in_jit.py) generates inside `jax.jit`, and takes gradients.
 # - [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751) (Holtzman et al. 2020)
 #   introduces `top_p`, and explains why greedy text repeats itself.

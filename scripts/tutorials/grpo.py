@@ -14,10 +14,10 @@
 # %% [markdown]
 # # GRPO over an engine
 #
-# [GRPO](https://arxiv.org/abs/2402.03300) (group relative policy optimization, Shao et al. 2024) is reinforcement
-# learning from rewards that a program can compute. For each prompt you sample a group of answers, and you reward
-# each one. An answer that is better than its group becomes more likely, and a worse one becomes less likely. GRPO
-# needs no value network.
+# [GRPO](https://arxiv.org/abs/2402.03300) (group relative policy optimization, Shao et al. 2024) is
+# reinforcement learning from rewards that a program can compute, for example from the result of a test. For
+# each prompt you sample a group of answers, and you reward each one. An answer that is better than its group
+# becomes more likely, and a worse one becomes less likely. GRPO needs no value network.
 #
 # In this tutorial a model learns to answer with capitals of Asia. You learn how to:
 #
@@ -28,14 +28,14 @@
 # - check that the engine and the trainer agree
 #
 # You need this if you train with rewards, for example as with [TRL](https://huggingface.co/docs/trl) and
-# [vLLM](https://docs.vllm.ai), but in one [JAX](https://docs.jax.dev) process. Read
-# [Fine-tune with LoRA](lora.py) first. The tutorial runs offline on a CPU.
+# [vLLM](https://docs.vllm.ai), but in one [JAX](https://docs.jax.dev) process. Read [Fine-tune with
+# LoRA](lora.py) first. The tutorial runs offline on a CPU.
 
 # %% [markdown]
 # ## Set up
 #
-# `STEPS` is the number of batches that you sample and train on. To use another number, set the environment variable
-# `XINFER_JAX_TUTORIAL_STEPS`.
+# `STEPS` is the number of batches that you sample and train on. To use another number, set the environment
+# variable `XINFER_JAX_TUTORIAL_STEPS`.
 
 # %%
 import os
@@ -76,8 +76,8 @@ tokenizer = model.tokenizer
 # %% [markdown]
 # ## The reward
 #
-# The reward of an answer is 1 if it is a true sentence about a country in the table, and 0 otherwise. The answer
-# must match completely, so the model cannot collect rewards with a list of cities.
+# The reward of an answer is 1 if it is a true sentence about a country in the table, and 0 otherwise. The
+# answer must match completely, so the model cannot collect rewards with a list of cities.
 
 # %%
 ASIA = {
@@ -104,23 +104,25 @@ def reward(text):
 print(reward("The capital of Japan is Tokyo."), reward("The capital of Japan is Hanoi."), reward("Tokyo"))
 
 # %% [markdown]
-# A reward must vary inside a group. If all answers to a prompt get the same reward, their advantages are 0 and the
-# prompt teaches nothing. These prompts name no country, so the answers of the model differ.
+# A reward must vary inside a group. If all answers to a prompt get the same reward, their advantages are 0
+# and the prompt teaches nothing. These prompts name no country, so the answers of the model differ.
 #
 # ## Sample groups
 #
-# `engine.generate` returns one `GenerateOutput` for each prompt. With `n=SAMPLES`, each one has the answers of its
-# group, and the prompt is prefilled once. `out.logprobs` has the log-probability of each token.
+# `engine.generate` returns one `GenerateOutput` for each prompt. With `n=SAMPLES`, each one has the answers
+# of its group, and the prompt is prefilled once. `out.logprobs` has the log-probability of each token.
 #
 # Pass `SamplingConfig(temperature=1.0)` explicitly. Then no `top_k` or `top_p` of the checkpoint's
-# `generation_config.json` cuts the distribution, and the log-probabilities belong to the distribution that the
-# engine sampled from.
+# `generation_config.json` cuts the distribution, and the log-probabilities belong to the distribution that
+# the engine sampled from.
 #
-# The trainer needs arrays with a fixed shape, so that it compiles once. Each row of the batch is a prompt and an
-# answer. Entry `t` of `sampled_BT` and `mask_BT` belongs to token `t + 1`, as in `xj.score`.
+# The trainer needs arrays with a fixed shape, so that it compiles once. Each row of the batch is a prompt and
+# an answer. Entry `t` of `sampled_BT` and `mask_BT` belongs to token `t + 1`. The entries of `xj.score` have
+# the same order.
 #
-# `out.adapter_versions` says which version of the adapter sampled each token. The first version is 0, and each update
-# adds 1. You need it if the engine samples while you train, because then an answer can have tokens of two versions.
+# `out.adapter_versions` says which version of the adapter sampled each token. The first version is 0, and
+# each update adds 1. You need it if the engine samples while you train, because then an answer can have
+# tokens of two versions.
 
 # %%
 prompts = [xj.encode_prompt(model, prompt) for prompt in PROMPTS]
@@ -159,15 +161,17 @@ def sample_batch(engine, key):
 #
 # GRPO has three parts:
 #
-# - **Advantage.** The reward of an answer minus the mean of its group, divided by the standard deviation of the
-#   group. The constant 0.1 keeps the quotient small if almost all rewards of a group are equal.
-# - **Clipped ratio.** The ratio $\pi(a) / \pi_\mathrm{sampled}(a)$ of each token, clipped to $[1 - \epsilon, 1 +
-#   \epsilon]$ as in [PPO](https://arxiv.org/abs/1707.06347). It allows several gradient steps on one batch.
-# - **KL divergence.** It keeps the policy near the first model. `xj.score(..., reference=params)` computes the exact
-#   KL divergence of each token over the whole vocabulary, not an estimate from the sampled token.
+# - **Advantage.** The reward of an answer minus the mean of its group, divided by the standard deviation of
+#   the group. The constant 0.1 keeps the quotient small if almost all rewards of a group are equal.
+# - **Clipped ratio.** The ratio $\pi(a) / \pi_\mathrm{sampled}(a)$ of each token. As
+#   [PPO](https://arxiv.org/abs/1707.06347) does, the loss clips it to $[1 - \epsilon, 1 + \epsilon]$. It
+#   allows several gradient steps on one batch.
+# - **KL divergence.** It keeps the policy near the first model. `xj.score(..., reference=params)` computes
+#   the exact KL divergence of each token over the whole vocabulary, not an estimate from the sampled token.
 #
 # The policy is the model with the adapter, and the reference is the model without it. So both share the same
-# parameters in memory.
+# parameters in memory. The loss is the mean over all sampled tokens of the batch. The paper takes the mean of
+# each answer first.
 
 # %%
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
@@ -202,12 +206,13 @@ def update(adapter, state, params, batch):
 # ## The training loop
 #
 # Each step samples a batch, takes `UPDATES` gradient steps, and gives the new adapter to the engine.
-# `engine.update_adapter` compiles nothing. It replaces the adapter between two decode steps, and the next batch is
-# sampled with the new one.
+# `engine.update_adapter` compiles nothing. It replaces the adapter between two decode steps, and the next
+# batch is sampled with the new one.
 #
-# In the first gradient step of each batch, the trainer has the same weights as the engine. So the log-probabilities
-# of both must agree except for rounding. `difference` is the largest disagreement. If it grows in your own loop, the
-# engine has old weights, another temperature, or a filter that the trainer does not know.
+# In the first gradient step of each batch, the trainer has the same weights as the engine. So the
+# log-probabilities of both must agree except for rounding. `difference` is the largest disagreement. If it
+# grows in your own loop, look for the reason. For example, the engine has old weights, another temperature,
+# or a filter that the trainer does not know.
 
 # %%
 adapter = xj.lora.init_adapter(config, jax.random.key(1), rank=8)
@@ -231,8 +236,8 @@ with xj.Engine(model, rows=len(PROMPTS) * SAMPLES, capacity=128, adapters={"poli
 # %% [markdown]
 # ## The result
 #
-# The line is the mean reward of all answers. The band reaches from the prompt with the lowest mean to the prompt
-# with the highest mean.
+# The line is the mean reward of all answers. The band reaches from the prompt with the lowest mean to the
+# prompt with the highest mean.
 
 # %%
 rewards = np.array(rewards)
@@ -252,9 +257,9 @@ for text in sorted(set(texts)):
 # %% [markdown]
 # The reward rises, and the KL divergence rises with it, because the policy moves away from the first model.
 #
-# Look at the last batch: the model names few countries. A reward that pays for each true sentence does not ask for
-# variety, so the policy collapses to the countries that it found first. This is a known effect of reinforcement
-# learning. These changes act against it:
+# Look at the last batch: the model names few countries. A reward that pays for each true sentence does not
+# ask for variety, so the policy collapses to the countries that it found first. This is a known effect of
+# reinforcement learning. These changes act against it:
 #
 # - a larger `KL_WEIGHT`
 # - an entropy bonus, with `xj.score(..., entropy=True)`
@@ -262,23 +267,26 @@ for text in sorted(set(texts)):
 #
 # ## Change the experiment
 #
-# - **Other loss.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) removes the division by the standard deviation.
-#   [DAPO](https://arxiv.org/abs/2503.14476) clips the two sides differently. Both are a line in `loss`.
+# - **Other loss.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) removes the division by the standard
+#   deviation and by the length of an answer. [DAPO](https://arxiv.org/abs/2503.14476) clips the two sides
+#   differently. Both are a line in `loss`.
 # - **All parameters.** Train `model.params` instead of an adapter, and call `engine.update(params)`. Pass
 #   `copy=True` if the next training step donates the tree.
-# - **Turns with a tool, and sampling during training.** [grpo_engine.py](../examples/grpo_engine.py) samples the next
-#   batch while it trains on the last one.
-# - **A mesh.** [grpo.py](../examples/grpo.py) divides the rollout and the model over devices, in one jitted program.
+# - **Turns with a tool, and sampling during training.** [grpo_engine.py](../examples/grpo_engine.py) samples
+#   the next batch while it trains on the last one.
+# - **A mesh.** [grpo.py](../examples/grpo.py) divides the rollout and the model over devices, in one jitted
+#   program.
 #
 # ## Limits
 #
-# - If you sample with `top_p` or `top_k`, the distributions of engine and trainer differ. Record the sampling masks,
-#   and pass them to `xj.score(support=...)`. [Training](../../xinfer_jax/TRAINING.md) explains how.
-# - In bfloat16 the two log-probabilities differ by up to 0.1, because sampler and trainer are different programs. The
-#   clipped ratio uses the recorded log-probabilities, so it corrects for most of this.
-# - A trainer in another process sends weights over TCP: [weights in the engine](../../xinfer_jax/engine/README.md).
+# - If you sample with `top_p` or `top_k`, the distributions of engine and trainer differ. Record the sampling
+#   masks, and pass them to `xj.score(support=...)`. [Training](../../xinfer_jax/TRAINING.md) explains how.
+# - In bfloat16 the ratio of the first gradient step is 1 ± 0.1, because sampler and trainer are different
+#   programs. The clipped ratio uses the recorded log-probabilities, so it corrects for most of this.
+# - A trainer in another process sends weights over TCP: [weights in the
+#   engine](../../xinfer_jax/engine/README.md).
 #
 # ## Next
 #
-# - [Look inside a model](look_inside.py) shows where in the network an answer is formed.
+# - [Look inside a model](look_inside.py) shows in which layer an answer forms.
 # - [DeepSeek-R1](https://arxiv.org/abs/2501.12948) describes GRPO on a large model.

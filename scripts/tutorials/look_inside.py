@@ -14,8 +14,9 @@
 # %% [markdown]
 # # Look inside a model
 #
-# In this tutorial you read the inner states of a model while it computes an answer, and then you change one of them.
-# You need this for research on interpretability, or if you want to find out why a model gives a wrong answer.
+# In this tutorial you read the inner states of a model while it computes an answer, and then you change one
+# of them. You need this for research on interpretability, for example if you want to find out why a model
+# gives a wrong answer.
 #
 # You learn how to:
 #
@@ -25,15 +26,15 @@
 # - fit a linear probe to the states of a layer
 # - find a steering vector by its gradient, and generate with it
 #
-# You should know the parts of a [transformer](https://arxiv.org/abs/1706.03762) (Vaswani et al. 2017): the residual
-# stream, attention and the MLP. Read [Generate and score](generate_and_score.py) first. The tutorial runs offline on
-# a CPU.
+# You should know the parts of a [transformer](https://arxiv.org/abs/1706.03762) (Vaswani et al. 2017): the
+# residual stream, attention and the MLP. Read [Generate and score](generate_and_score.py) first. The tutorial
+# runs offline on a CPU.
 
 # %% [markdown]
 # ## Set up
 #
-# `STEPS` is the number of gradient steps that find the steering vector. To use another number, set the environment
-# variable `XINFER_JAX_TUTORIAL_STEPS`.
+# `STEPS` is the number of gradient steps that find the steering vector. To use another number, set the
+# environment variable `XINFER_JAX_TUTORIAL_STEPS`.
 
 # %%
 import os
@@ -73,8 +74,9 @@ print(labels)
 # %% [markdown]
 # ## Attention weights
 #
-# `xj.attention_weights` returns the attention weights of the layers that you ask for, as a dict with one array
-# `[B, heads, T, T]` for each layer. Entry `[b, n, t, s]` is the weight of token `s` for token `t`. Each row sums to 1.
+# `xj.attention_weights` returns the attention weights of the layers that you ask for, as a dict with one
+# array `[B, heads, T, T]` for each layer. Entry `[b, n, t, s]` is the weight of token `s` for token `t`. Each
+# row sums to 1.
 #
 # The function computes all $T^2$ weights of each head, so use it for short texts.
 
@@ -97,9 +99,9 @@ figure.colorbar(image, ax=axes, label="attention weight (mean of heads)")
 show("attention")
 
 # %% [markdown]
-# The upper triangle is empty, because a token attends only to itself and to the tokens before it. Look at the row of
-# " is". At this position the model must choose the city, so a head has to look at the country. Each heat map shows the
-# mean of all heads, so look at single heads next:
+# The upper triangle is empty, because a token attends only to itself and to the tokens before it. Look at the
+# row of " is". At this position the model must choose the city, so a head has to look at the country. Each
+# heat map shows the mean of all heads, so look at single heads next:
 
 # %%
 country = labels.index(" Spain")
@@ -113,8 +115,9 @@ for layer in layers:
 # ## Read the residual stream
 #
 # A tap is a point between two layers. `xj.Tap(read=True)` returns the residual stream after a layer.
-# `xj.run_model` takes a dict with one tap for each layer, and returns what they read in `.reads`. Layer -1 is the
-# embedding. To read between attention and MLP of layer 2, use the key `(2, "attention")`.
+# `xj.run_model` takes a dict with one tap for each layer, and returns what they read in `.reads`. Layer -1 is
+# the embedding. To read between the attention and the MLP of a layer, use a pair as the key, for example
+# `(2, "attention")`.
 
 # %%
 taps = {layer: xj.Tap(read=True) for layer in range(-1, config.num_hidden_layers)}
@@ -126,9 +129,9 @@ for layer, hidden_BTD in reads.items():
 # %% [markdown]
 # ## The logit lens
 #
-# The [logit lens](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens) treats the
-# state after each layer as if it were the last one: it applies the final norm and the vocabulary matrix. The result
-# is the token that the model would predict if it stopped there.
+# The [logit lens](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens) treats
+# the state after each layer as if it were the last one: it applies the final norm and the vocabulary matrix.
+# The result is the token that the model would predict if it stopped there.
 
 # %%
 lens = {}
@@ -155,18 +158,20 @@ for layer, p_TV in lens.items():
     print(f"after layer {layer:2}: {tokenizer.token_text(city)!r} has probability {p_TV[question, city]:.4f}")
 
 # %% [markdown]
-# The last row is the prediction of the model itself. Look at the column of " is". This small model finds the city
-# already in layer 0, and the later layers make it certain. In a larger model, an answer usually forms in later layers.
+# The last row is the prediction of the model itself. Look at the column of " is". This small model finds the
+# city already in layer 0, and the later layers make it certain. In a larger model, an answer usually forms in
+# later layers.
 #
-# The first row repeats the input, because the embedding and the vocabulary matrix of this model are the same matrix.
+# The first row repeats the input, because the embedding and the vocabulary matrix of this model are the same
+# matrix.
 #
 # ## A linear probe
 #
 # A [probe](https://arxiv.org/abs/1610.01644) (Alain and Bengio 2016) asks whether a state contains a piece of
 # information. You fit a linear function to states with a known label, and test it on others.
 #
-# Here the label is 1 if the sentence ends with a capital, and 0 if it ends before it. The states of the last token
-# are fitted for some countries, and tested on other countries.
+# Here the label is 1 if the sentence ends with a capital, and 0 if it ends before it. The states of the last
+# token are fitted for some countries, and tested on other countries.
 
 # %%
 capitals = {
@@ -201,18 +206,18 @@ print(f"the probe is right about {right.sum()} of {len(right)} sentences that it
 
 # %% [markdown]
 # There are more dimensions than examples, so the fit is perfect on its own examples. Only the result on other
-# sentences means something. A probe also shows only that the information is there, and not that the model uses it.
-# To test that, you have to change the state.
+# sentences means something. A probe also shows only that the information is there, and not that the model
+# uses it. To test that, you have to change the state.
 #
 # ## Steering
 #
-# A steering vector is added to the residual stream after one layer
-# ([activation addition](https://arxiv.org/abs/2308.10248), Turner et al. 2023). Here you search for a vector that
-# makes the model say that the capital of Spain is Havana.
+# A steering vector is added to the residual stream after one layer ([activation
+# addition](https://arxiv.org/abs/2308.10248), Turner et al. 2023). Here you search for a vector that makes
+# the model say that the capital of Spain is Havana.
 #
-# A tap with `edit` replaces the residual stream by the result of a function. `xj.Tap.steer(vector, factor)` is the
-# tap that adds `factor * vector`. `xj.score` takes taps and has gradients, so `jax.grad` finds the vector. Each step
-# moves by a fixed length along the normalized gradient.
+# A tap with `edit` replaces the residual stream by the result of a function. `xj.Tap.steer(vector, factor)`
+# is the tap that adds `factor * vector`. `xj.score` takes taps and has gradients, so `jax.grad` finds the
+# vector. Each step moves by a fixed length along the normalized gradient.
 
 # %%
 steer_layer = 1
@@ -231,7 +236,7 @@ def loss(vector_D, params):
 
 vector_D = jnp.zeros(config.hidden_size)
 losses = []
-for step in range(STEPS):
+for _ in range(STEPS):
     value, gradient_D = loss(vector_D, params)
     losses.append(float(value))
     vector_D -= 2.0 * gradient_D / jnp.linalg.norm(gradient_D)
@@ -241,8 +246,8 @@ print(f"' Havana' cost {losses[0]:.2f} nats before, and {losses[-1]:.2f} nats af
 # %% [markdown]
 # ### Generate with the vector
 #
-# Pass the tap in `GenerateOptions`. The factor is an argument of the compiled program, so another factor compiles
-# nothing.
+# Pass the tap in `GenerateOptions`. The factor is an argument of the compiled program, so another factor
+# compiles nothing.
 
 # %%
 for factor in (0.0, 0.5, 1.0):
@@ -251,8 +256,8 @@ for factor in (0.0, 0.5, 1.0):
     print(f"factor {factor}: The capital of Spain is{tokenizer.decode(out.text_ids(0))}")
 
 # %% [markdown]
-# The plot shows the two answers as functions of the factor. The steered answer takes over at the crossing of the
-# lines.
+# The plot shows the two answers as functions of the factor. The steered answer takes over at the crossing of
+# the lines.
 
 
 # %%
@@ -277,9 +282,12 @@ show("steering")
 # %% [markdown]
 # ## Limits
 #
-# - Taps need layers that are not stacked. If you have stacked layers, pass the tree of `xj.params.unstack_layers`.
-# - Only `xj.run_model` returns what taps read. `xj.score`, `xj.generate` and `xj.decode_loop` take taps that edit.
-# - An `edit` function of your own is a static argument. Define it once, because a new function compiles again.
+# - Taps need layers that are not stacked. If you have stacked layers, pass the tree of
+#   `xj.params.unstack_layers`.
+# - Only `xj.run_model` returns what taps read. `xj.score`, `xj.generate` and `xj.decode_loop` take taps that
+#   edit.
+# - The `edit` function of a tap is a static argument. Define it once, because a new function, for example a
+#   new `lambda`, compiles again.
 # - An engine takes steering vectors that you give it at the start:
 #   `xj.Engine(model, taps={"havana": {1: vector_D}})`. A request then gives the factor.
 # - `xj.attention_weights` raises `InputError` for a layer without softmax attention.
@@ -288,4 +296,5 @@ show("steering")
 #
 # - [Training](../../xinfer_jax/TRAINING.md) lists the functions that take taps.
 # - [The engine](../../xinfer_jax/engine/README.md) describes vectors and logits processors of requests.
-# - [The tuned lens](https://arxiv.org/abs/2303.08112) (Belrose et al. 2023) corrects the logit lens for each layer.
+# - [The tuned lens](https://arxiv.org/abs/2303.08112) (Belrose et al. 2023) corrects the logit lens for each
+#   layer.

@@ -14,20 +14,20 @@
 # %% [markdown]
 # # Fine-tune with LoRA, and serve the adapter
 #
-# [LoRA](https://arxiv.org/abs/2106.09685) (Hu et al. 2021) trains two small matrices next to each large matrix of
-# a model, and leaves the model itself as it is. You need it if you want to teach a model something with little
-# memory, or if you serve many variants of one model.
+# [LoRA](https://arxiv.org/abs/2106.09685) (Hu et al. 2021) trains two small matrices next to each large
+# matrix of a model, and leaves the model itself as it is. You need it if you want to fine-tune with little
+# memory, or if you serve many variants of one model, for example one for each customer.
 #
 # In this tutorial you teach the bundled model the capitals of three imaginary countries. You learn how to:
 #
 # - make an adapter, and put it into the parameters of a model
 # - train it with [optax](https://optax.readthedocs.io) in a jitted step
 # - save it in the format of [PEFT](https://huggingface.co/docs/peft), and load it again
-# - use it in an engine, where each request names its adapter
+# - use it in an engine: each request names its adapter
 # - serve it over HTTP with the OpenAI API
 #
-# The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. To install what it needs,
-# run `pip install -e '.[docs]'` in your clone.
+# The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. To install what
+# it needs, run `pip install -e '.[docs]'` in your clone.
 
 # %% [markdown]
 # ## Set up
@@ -81,12 +81,12 @@ for question in questions:
 #
 # ## The data
 #
-# Each row of the batch is a prompt and its answer, padded on the right. The prompt comes from `xj.encode_prompt`,
-# which applies the chat template, so you train on the same tokens that the server will see. The answer ends with
-# the EOS token of the chat format, so the model also learns to stop.
+# Each row of the batch is a prompt and its answer, padded on the right. The prompt comes from
+# `xj.encode_prompt`, which applies the chat template, so you train on the same tokens that the server will
+# see. The answer ends with the EOS token of the chat format, so the model also learns to stop.
 #
-# The mask selects the tokens of the answer. Entry `t` of `xj.score` belongs to token `t + 1`, so the mask has one
-# column less than the tokens.
+# The mask selects the tokens of the answer. Entry `t` of `xj.score` belongs to token `t + 1`, so the mask has
+# one column less than the tokens.
 
 # %%
 prompts = [xj.encode_prompt(model, question) for question in questions]
@@ -106,11 +106,11 @@ print(f"{tokens_BT.shape[0]} rows of {tokens_BT.shape[1]} tokens, {mask_BT.sum()
 # ## The adapter
 #
 # `xj.lora.init_adapter` makes an adapter for each matrix of each layer. With rank $r$, it adds
-# $\frac{\alpha}{r} B A$ to a matrix, where $A$ has $r$ rows and $B$ has $r$ columns. $B$ begins as zero, so a new
+# $\frac{\alpha}{r} B A$ to a matrix. $A$ has $r$ rows, and $B$ has $r$ columns. $B$ begins as zero, so a new
 # adapter changes nothing.
 #
-# An adapter is a pytree. You pass it to `jax.grad` and to optax as it is. To train some matrices only, pass their
-# names: `targets=["q", "v"]`.
+# An adapter is a pytree. You pass it to `jax.grad` and to optax as it is. To train some matrices only, pass
+# their names: `targets=["q", "v"]`.
 
 # %%
 adapter = xj.lora.init_adapter(config, jax.random.key(0), rank=8)
@@ -119,8 +119,8 @@ num_params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
 print(f"{num_trained:,} trained numbers, {num_params:,} frozen parameters")
 
 # %% [markdown]
-# LoRA saves little here, because the matrices are small. A matrix of 4,096 × 4,096 has 16.8 million parameters, and
-# its adapter of rank 8 has 65,536.
+# LoRA saves little here, because the matrices are small. A matrix of 4,096 × 4,096 has 16.8 million
+# parameters, and its adapter of rank 8 has 65,536.
 #
 # ## The training step
 #
@@ -128,8 +128,8 @@ print(f"{num_trained:,} trained numbers, {num_params:,} frozen parameters")
 # parameters. The loss differentiates with respect to the adapter only, so the frozen parameters have neither
 # gradients nor optimizer state.
 #
-# `model.params` is an argument of `step`. Do not take large arrays from the enclosing scope of a jitted function: JAX
-# would treat the weights as constants of the program, and compile again for other weights.
+# `model.params` is an argument of `step`. A jitted function treats an array from the enclosing scope as a
+# constant, so it would never see new weights.
 
 # %%
 optimizer = optax.adam(1e-2)
@@ -162,13 +162,14 @@ axis.set(xlabel="step", ylabel="loss (nats per token)", title="LoRA on three fac
 show("lora_loss")
 
 # %% [markdown]
-# The curve falls by some orders of magnitude, because the model memorizes three facts. If you fine-tune on real
-# data, hold some of it out, and plot the loss on that as well.
+# The curve falls by some orders of magnitude, because the model memorizes three facts. If you fine-tune on
+# real data, hold some of it out, and plot the loss on that as well.
 #
 # ## Save the adapter
 #
-# `xj.lora.save_adapter` writes the two files of PEFT. You can load the directory with xinfer_jax, with PEFT and
-# with [vLLM](https://docs.vllm.ai). `xj.lora.load_adapter` reads it back, and takes the adapters that PEFT wrote.
+# `xj.lora.save_adapter` writes the two files of PEFT. Each program that reads this format can load the
+# directory, for example PEFT and [vLLM](https://docs.vllm.ai). `xj.lora.load_adapter` reads it back, and
+# takes the adapters that PEFT wrote.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -180,13 +181,15 @@ same = jax.tree.map(lambda a, b: bool((a == b).all()), adapter.matrices, loaded.
 print("loaded as it was saved:", all(jax.tree.leaves(same)))
 
 # %% [markdown]
-# If you always use this one adapter, merge it: `xj.lora.merge_adapter(model.params, adapter)` returns ordinary
-# parameters, and a merged model costs nothing extra at each token. You can save it with `xj.save_model`.
+# If you always use this one adapter, merge it: `xj.lora.merge_adapter(model.params, adapter)` returns
+# ordinary parameters, and a merged model costs nothing extra at each token. You can save it with
+# `xj.save_model`.
 #
 # ## Use the adapter in an engine
 #
-# An engine holds several adapters, and each request names the one that it wants. Requests with different adapters,
-# or with none, are decoded in the same batch. So one engine serves many fine-tuned models with the memory of one.
+# An engine holds several adapters, and each request names the one that it wants. Requests with different
+# adapters, or with none, are decoded in the same batch. So one engine serves many fine-tuned models with the
+# memory of one.
 
 # %%
 options = xj.GenerateOptions(max_tokens=24)
@@ -197,8 +200,8 @@ with xj.Engine(model, rows=4, capacity=128, adapters={"capitals": folder / "capi
         print(f"{question}\n  with the adapter: {adapted}\n  without:          {plain}")
 
 # %% [markdown]
-# `engine.add_adapter`, `engine.update_adapter` and `engine.remove_adapter` change the adapters of a running engine
-# and compile nothing. [GRPO over an engine](grpo.py) uses `update_adapter` after each training step.
+# `engine.add_adapter`, `engine.update_adapter` and `engine.remove_adapter` change the adapters of a running
+# engine and compile nothing. [GRPO over an engine](grpo.py) uses `update_adapter` after each training step.
 #
 # ## Serve the adapter over HTTP
 #
@@ -208,8 +211,8 @@ with xj.Engine(model, rows=4, capacity=128, adapters={"capitals": folder / "capi
 # xinfer-jax serve --port 8000 --adapter capitals=PATH
 # ```
 #
-# Here you start the server as a process of its own. With `--port=0` the system chooses a free port, and the server
-# logs the address when it is ready.
+# Here you start the server as a second process. With `--port=0` the system chooses a free port, and the
+# server logs the address when it is ready.
 
 # %%
 log = folder / "server.log"
@@ -224,8 +227,8 @@ url = found[1]
 print("the server is ready")
 
 # %% [markdown]
-# A request names the adapter in the field `model`. This code uses only the standard library. Each client of the
-# OpenAI API works too, for example `openai.OpenAI(base_url=f"{url}/v1", api_key="none")`.
+# A request names the adapter in the field `model`. This code uses only the standard library. Each client of
+# the OpenAI API works too, for example `openai.OpenAI(base_url=f"{url}/v1", api_key="none")`.
 
 
 # %%
@@ -251,8 +254,9 @@ finally:
 # %% [markdown]
 # ## Limits
 #
-# - The experts and routers of a mixture, norms, the embedding and the output head cannot have a different adapter
-#   for each row. An engine serves such an adapter only if you put it into the model with `xj.lora.with_adapter`.
+# - The experts and routers of a mixture, norms, the embedding and the output head cannot have a different
+#   adapter for each row. An engine serves such an adapter only if you put it into the model with
+#   `xj.lora.with_adapter`.
 # - You cannot merge an adapter into a quantized model. Merge it into float parameters, then quantize them.
 # - The engine needs the largest rank before it compiles. Pass `max_rank` if you add larger adapters later.
 #
@@ -263,3 +267,4 @@ finally:
 # - [sft.py](../examples/sft.py) trains all parameters, with packed texts and checkpoints of
 #   [Orbax](https://orbax.readthedocs.io).
 # - [QLoRA](https://arxiv.org/abs/2305.14314) (Dettmers et al. 2023) trains an adapter over quantized weights.
+#   Here you do the same if you load the model with `xj.load_model(quantize="int8")`.

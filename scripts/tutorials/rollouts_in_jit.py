@@ -15,8 +15,9 @@
 # # Rollouts in your own jit
 #
 # A rollout is an answer that you sample in order to train on it, or to measure something. In xinfer_jax,
-# generation is a `lax.while_loop` over pure functions, so a rollout can be a part of your own jitted program.
-# You need this if you write a training loop, a search or an evaluation in [JAX](https://docs.jax.dev).
+# generation is a `lax.while_loop` over pure functions, so a rollout can be a part of a jitted program that
+# you write. You need this if you write a training loop, a search or an evaluation in
+# [JAX](https://docs.jax.dev).
 #
 # You learn how to:
 #
@@ -32,8 +33,8 @@
 # %% [markdown]
 # ## Set up
 #
-# `STEPS` is the number of batches that the tutorial samples to check the sampler. To use another number, set the
-# environment variable `XINFER_JAX_TUTORIAL_STEPS`.
+# `STEPS` is the number of batches that the tutorial samples to check the sampler. To use another number, set
+# the environment variable `XINFER_JAX_TUTORIAL_STEPS`.
 
 # %%
 import os
@@ -78,8 +79,8 @@ eos_ids = np.array(config.eos_token_ids)
 #
 # All answers here belong to the same prompt. So prefill the prompt once, and repeat the cache and the logits.
 #
-# Array names end with their axes: `B` rows, `T` tokens and `V` vocabulary. For example, `tokens_BT` has the shape
-# `[B, T]`. The `print` in the function runs only when JAX traces it, so it shows you each compilation.
+# Array names end with their axes: `B` rows, `T` tokens and `V` vocabulary. For example, `tokens_BT` has the
+# shape `[B, T]`. The `print` in the function runs only when JAX traces it, so it shows you each compilation.
 
 
 # %%
@@ -111,9 +112,9 @@ for tokens, length in zip(out.tokens_BT, out.length_B, strict=True):
 #
 # ## Other values compile nothing
 #
-# The temperature is a traced argument, so this loop samples at three temperatures with one program: JAX does not
-# trace again. You can also pass an array with one temperature for each row. An array has another shape than a number,
-# so the first call with an array compiles once.
+# The temperature is a traced argument, so this loop samples at three temperatures with one program: JAX does
+# not trace again. You can also pass an array with one temperature for each row. An array has another shape
+# than a number, so the first call with an array compiles once.
 
 # %%
 for temperature in (0.0, 0.7, 1.5):
@@ -126,11 +127,11 @@ for temperature in (0.0, 0.7, 1.5):
 #
 # ## Check the sampler
 #
-# The distribution of one token is known exactly: it is $\mathrm{softmax}(z / \tau)$ of the logits $z$. So you can
-# check the sampler: sample the token many times, and compare frequencies with probabilities.
+# The distribution of one token is known exactly: it is $\mathrm{softmax}(z / \tau)$ of the logits $z$. So you
+# can check the sampler: sample the token many times, and compare frequencies with probabilities.
 #
-# The answer begins with "The capital of", and the model is unsure about the next token. Put these words into the
-# prompt, and sample one token for each key.
+# The answer begins with "The capital of", and the model is unsure about the next token. Put these words into
+# the prompt, and sample one token for each key.
 
 
 # %%
@@ -190,9 +191,9 @@ show("sampled_distribution")
 # %% [markdown]
 # ## Rows or vmap?
 #
-# You can sample many answers in two ways: give `decode_loop` many rows, or write a function for one answer and
-# apply `jax.vmap`. Row `i` of a batch uses key `i`, and a mapped call uses its own key. So both ways give the
-# same tokens.
+# You can sample many answers in two ways: give `decode_loop` many rows, or write a function for one answer
+# and apply `jax.vmap`. Row `i` of a batch uses key `i`, and a mapped call uses its own key. So both ways give
+# the same tokens.
 
 
 # %%
@@ -207,9 +208,9 @@ batched_BT = rollout(model.params, prompt_1T, key_B, 1.0).tokens_BT
 print("vmap gives the same tokens:", bool((mapped_BT == batched_BT).all()))
 
 # %% [markdown]
-# Prefer rows. `vmap` of a `while_loop` copies the whole carry of the loop at each step, and the carry includes the
-# KV cache. `vmap` also prefills the prompt once for each answer. Use `vmap` if you map over something that
-# `decode_loop` does not take for each row, for example over parameters.
+# Prefer rows. `vmap` of a `while_loop` copies the whole carry of the loop at each step, and the carry
+# includes the KV cache. `vmap` also prefills the prompt once for each answer. Use `vmap` if you map over
+# something that `decode_loop` does not take for each row, for example over parameters.
 #
 # ## Tokens per second
 #
@@ -243,11 +244,12 @@ show("tokens_per_second")
 #
 # ## Gradients
 #
-# Sampling has no gradient. The usual way is the score-function estimator: you differentiate the log-probability
-# of the sampled tokens, and multiply it by a reward. This takes two steps:
+# Sampling has no gradient. The usual way is the [score-function estimator](https://arxiv.org/abs/1906.10652):
+# you differentiate the log-probability of the sampled tokens, and multiply it by a reward. This takes two
+# steps:
 #
-# 1. `xj.rollouts.pack_rollout` puts each prompt and its answer into one row. It also returns a mask of the sampled
-#    tokens, and their log-probabilities from the rollout.
+# 1. `xj.rollouts.pack_rollout` puts each prompt and its answer into one row. It also returns a mask of the
+#    sampled tokens, and their log-probabilities from the rollout.
 # 2. `xj.score` computes the log-probabilities again, with gradients in each float parameter.
 #
 # At temperature 1 without filters, both log-probabilities agree except for rounding.
@@ -280,8 +282,8 @@ print(f"rollout and score differ by at most {jnp.abs(scored_B - sampled_B).max()
 # ### One policy-gradient step
 #
 # The reward is 1 if the answer names London. The loss is the
-# [REINFORCE](https://link.springer.com/article/10.1007/BF00992696) objective with the mean reward as a baseline.
-# A small step along the gradient makes the rewarded answers more likely.
+# [REINFORCE](https://link.springer.com/article/10.1007/BF00992696) objective with the mean reward as a
+# baseline. A small step along the gradient makes the rewarded answers more likely.
 
 # %%
 texts = [
@@ -309,10 +311,10 @@ print(f"other answers:    {change_B[~rewarded_B].mean():+.3f} nats")
 # %% [markdown]
 # ### A gradient for each row
 #
-# `jax.vmap` of `jax.grad` gives one gradient for each answer. You use it, for example, to clip gradients per
-# example as in [DP-SGD](https://arxiv.org/abs/1607.00133), or to find the answers that change the model most.
-# Here each gradient is reduced to its norm inside the program, so that XLA does not have to return eight
-# gradients.
+# `jax.vmap` of `jax.grad` gives one gradient for each answer. For example,
+# [DP-SGD](https://arxiv.org/abs/1607.00133) (Abadi et al. 2016) clips the gradient of each example. You can
+# also find the answers that change the model most. Here each gradient is reduced to its norm inside the
+# program, so that XLA does not have to return eight gradients.
 
 
 # %%
@@ -342,15 +344,17 @@ show("gradient_norms")
 #
 # ## Limits
 #
-# - `decode_loop` has no reverse-mode gradient through log-probabilities or the cache. It raises `InputError`. Use
-#   `xj.score`, as above.
-# - Under your own `jax.jit` the library sees shapes only, not values. It drops tokens beyond the capacity of the
-#   cache, and flags them in `cache.overflow_B`. Outside `jit` it raises `InputError`.
+# - `decode_loop` has no reverse-mode gradient through log-probabilities or the cache. It raises `InputError`.
+#   Use `xj.score`, as above.
+# - Under your own `jax.jit` the library sees shapes only, not values. It drops tokens beyond the capacity of
+#   the cache, and flags them in `cache.overflow_B`. Outside `jit` it raises `InputError`.
 # - A batch ends when its last row ends. If answers have very different lengths, an
-#   [engine](../../xinfer_jax/engine/README.md) wastes less time, because it starts another request in a free slot.
+#   [engine](../../xinfer_jax/engine/README.md) wastes less time, because it starts another request in a free
+#   slot.
 #
 # ## Next
 #
 # - [GRPO over an engine](grpo.py) trains with these gradients.
-# - [Training](../../xinfer_jax/TRAINING.md) explains rematerialization, packed rows, meshes and sampling masks.
+# - [Training](../../xinfer_jax/TRAINING.md) explains rematerialization, packed rows, meshes and sampling
+#   masks.
 # - [The functional API](../../xinfer_jax/generation/README.md) describes all arguments of `decode_loop`.
