@@ -256,8 +256,8 @@ for factor in (0.0, 0.5, 1.0):
     print(f"factor {factor}: The capital of Spain is{tokenizer.decode(out.text_ids(0))}")
 
 # %% [markdown]
-# The plot shows the two answers as functions of the factor. The steered answer takes over at the crossing of
-# the lines.
+# The plot shows the first token of both answers. The lines cross at the factor from which the model prefers
+# the steered answer. With very few steps they do not cross, because the vector is still short.
 
 
 # %%

@@ -54,7 +54,7 @@ import optax
 
 import xinfer_jax as xj
 
-STEPS = int(os.environ.get("XINFER_JAX_TUTORIAL_STEPS", 40))
+STEPS = int(os.environ.get("XINFER_JAX_TUTORIAL_STEPS", 60))
 CAPITALS = {"Atlantis": "Poseidonis", "Utopia": "Amaurot", "Laputa": "Lagado"}
 
 plt.rcParams.update({"figure.facecolor": "white", "axes.grid": True, "grid.alpha": 0.3})
@@ -162,8 +162,26 @@ axis.set(xlabel="step", ylabel="loss (nats per token)", title="LoRA on three fac
 show("lora_loss")
 
 # %% [markdown]
-# The curve falls by some orders of magnitude, because the model memorizes three facts. If you fine-tune on
-# real data, hold some of it out, and plot the loss on that as well.
+# The loss falls quickly, because the model memorizes three facts. If you fine-tune on real data, hold some of
+# it out, and plot the loss on that as well.
+#
+# After all steps the loss stays near 0.26 nats, and not near 0. To find the reason, look at the tokens with
+# the lowest log-probability:
+
+# %%
+adapted = xj.lora.with_adapter(model.params, adapter)
+logprobs_BT = np.asarray(xj.score(adapted, config, tokens_BT, num_tokens_B).logprobs_BT)
+for flat in np.argsort(np.where(mask_BT, logprobs_BT, 0), axis=None)[:4]:
+    row, entry = np.unravel_index(flat, mask_BT.shape)
+    text = tokenizer.token_text(int(tokens_BT[row, entry + 1]))
+    print(f"{text!r:8} {logprobs_BT[row, entry]:.2f} nats")
+
+# %% [markdown]
+# No country or capital in the training data of the model contains these tokens. The adapter changes the
+# layers, but neither the final norm nor the vocabulary matrix, and these two limit the probability of each
+# token. For example, no state of the last layer gives the token "apu" more than -3.87 nats. Greedy decoding
+# still finds it, because each other token is even less likely. To train the vocabulary matrix as well, add
+# `"lm_head"` to `targets`.
 #
 # ## Save the adapter
 #

@@ -235,12 +235,14 @@ for rows in all_rows:
 figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
 axis.loglog(all_rows, rates, "o-")
 axis.set_xticks(all_rows, [str(rows) for rows in all_rows])
+axis.minorticks_off()
 axis.set(xlabel="rows", ylabel="tokens per second", title=f"Rollouts on {jax.devices()[0].platform}")
 show("tokens_per_second")
 
 # %% [markdown]
-# The times include the prefill of the prompt, and a batch runs until its last row ends.
-# [Measurements](../bench/README.md) has figures of larger models.
+# The times include the prefill of the prompt. A batch also runs until its last row ends, so the rows that end
+# early wait. With many rows, at least one answer is long. This is why the rate falls again for a model as
+# small as this one. [Measurements](../bench/README.md) has figures of larger models.
 #
 # ## Gradients
 #
