@@ -26,11 +26,11 @@ KERNELS = (
 
 
 class Selection(NamedTuple):
-    """The implementation of a call, and the reason for it.
+    """The implementation of an operation in a call, and the reason for it.
 
     Attributes:
         impl: "mosaic", "triton", "tpu" or "xla".
-        reason: why it was chosen, for a reader.
+        reason: a sentence that says why it was chosen.
     """
 
     impl: str

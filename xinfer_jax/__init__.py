@@ -1,33 +1,39 @@
 """xinfer_jax: LLM inference in JAX, as pure functions over a parameter pytree. Import it as `xj`.
 
-Load a model, and generate text:
+Load a model, and generate text::
 
     model = xj.load_model()                    # or "Qwen/Qwen2.5-0.5B-Instruct", or a directory
     xj.generate_text(model, "What is the capital of France?")
 
-Functions of a `Model` take and return text:
-    load_model, save_model          read and write a checkpoint
+Functions of a `Model` take and return text::
+
+    load_model, save_model          load and save a checkpoint
     generate_text, stream_text      answer one prompt, or a list of prompts
-    encode_prompt, alternatives_text    prompt or messages to token ids; probabilities of an answer's tokens
-    embed_texts, rerank             vectors of texts; scores of documents
+    encode_prompt, alternatives_text    prompt to token ids, and probabilities of an answer's tokens
+    embed_texts, rerank             vectors of texts, and scores of documents for a query
     generate_file, DatasetGenerator answer a file of prompts, or a dataset
     Engine                          answer requests that come and go, with EngineOptions, RequestOptions
 
-Functions of `params` and `config` take and return arrays or token ids, for your own jit, vmap and grad:
-    forward, run_model              logits of tokens; also hidden states, experts, tapped values
+Functions of `params` and `config` take and return arrays or token ids. Call them in your own jit, vmap and
+grad::
+
+    forward, run_model              logits of tokens, and hidden states, experts, tapped values
     init_cache, prefill, decode_step, decode_loop    generation inside your own program
-    generate, stream, beam_search   prompts that are known at once
+    generate, stream, beam_search   answer prompts that you have at once
     score, score_completions        log-probabilities of given tokens
     hidden_states, embed_tokens, final_norm, unembed, attention_weights    parts of the model
-    init_params, kernels_used       random parameters; which kernels would run
+    init_params, kernels_used       random parameters, and the kernels that a call would run
     load_prefix, save_prefix        the KV cache of a common beginning, as a file
     enable_export                   lets jax.export write programs with trees of this library
 
-How tokens are sampled and limited: SamplingConfig, GenerateOptions, LogitsProcessor, Tap.
-Every error for a bad argument is an InputError, and some have a class of their own: ContextLengthError,
-GrammarError, NoTokenLeftError. `register` adds a family, a cache dtype and the like.
+These classes decide how tokens are sampled and when an answer ends: SamplingConfig, GenerateOptions,
+LogitsProcessor, Tap.
 
-Namespaces (`help(xj.lora)` describes one):
+If an argument is invalid, you get an InputError. Some errors have their own class: ContextLengthError,
+GrammarError, NoTokenLeftError. `register` adds your own model family, cache dtype and the like.
+
+Namespaces (for example, `help(xj.lora)` describes one)::
+
     xj.grammar    JSON Schema, regular expressions, choices and grammars that an answer follows
     xj.tools      calls of tools in an answer
     xj.lora       LoRA adapters
@@ -60,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """Returns the installed version, or that of pyproject.toml in a checkout that is not installed."""
+    """Returns the installed version, or the one in pyproject.toml if the checkout is not installed."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 

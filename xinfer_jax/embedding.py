@@ -41,38 +41,53 @@ def embed_texts(
     truncate_prompt_tokens: int | None = None,
     escape_control_tokens: bool = True,
 ) -> np.ndarray:
-    """Computes one vector per text by pooling the model's final hidden states (`hidden_states`), as
-    sentence-transformers does with the same checkpoint.
+    """Computes one vector per text, from the final hidden states of the model.
 
-    A vector depends only on its own text (in float32 to 1e-5, whatever the other texts). Texts are grouped by
-    length and padded to powers of two, so that few programs are compiled. A batch has at most 2,048 tokens,
-    or one text. There is no cache.
+    sentence-transformers computes the same vectors with the same checkpoint. A vector depends only on its own
+    text: in float32 it changes by at most 1e-5 with the other texts of the call.
+
+    To compile few programs, the function groups texts by length and pads them to powers of two. A batch has
+    at most 2,048 tokens, or one text. No KV cache is used.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> vectors = xj.embed_texts(model, ["a cat", "a dog"])
+        >>> vectors.shape
+        (2, 128)
 
     Args:
-        model: from `load_model`.
-        texts: a list of texts, of lists of token ids, or of both; a single text is [text]. The tokenizer adds
-            its special tokens to a text (such as BOS), without a chat template; ids are taken as they are.
-        pooling: "mean" over all tokens of a text, or its "last" or "first" token; None: as the checkpoint's
-            modules.json says, else "mean". Its dense layers follow.
-        normalize: scale each vector to length 1; None: as the checkpoint says, else True.
-        prompt: goes before each text: the name of one of the checkpoint's prompts, or a text; None: its
-            default, if it has one. Token ids get none.
-        dimensions: keep the first numbers of each vector, as many as this, and normalize again (Matryoshka
-            vectors); None: all, or as many as the checkpoint says.
-        truncate_prompt_tokens: keep so many tokens of a longer text, special tokens included, from its start
-            (from its end if the tokenizer's `truncation_side` is "left"); -1: as many as the limit allows;
-            None: a longer text raises an error, unlike in sentence-transformers.
-        escape_control_tokens: control tokens that a text after a prompt spells stay ordinary text. A text
-            without a prompt is never escaped.
+        model: a model from `load_model`.
+        texts: a list of texts, of lists of token ids, or of both. Write `[text]` for a single text. The
+            tokenizer adds its special tokens, for example BOS, to a text, and uses no chat template. Ids are
+            taken as they are.
+        pooling: "mean" over all tokens of a text, or the "last" or the "first" token. None follows the
+            checkpoint's modules.json, and takes "mean" if there is none. The dense layers of modules.json
+            follow the pooling.
+        normalize: True scales each vector to length 1. None follows the checkpoint, and is True if the
+            checkpoint does not say.
+        prompt: a text that goes before each text, or the name of one of the checkpoint's prompts, for example
+            "query". None takes the checkpoint's default prompt, if it has one. Token ids get no prompt.
+        dimensions: the number of leading entries of each vector to keep. The shorter vectors are normalized
+            again (Matryoshka vectors, Kusupati et al. 2022). None keeps all entries, or the number that the
+            checkpoint says.
+        truncate_prompt_tokens: the number of tokens to keep of a longer text, special tokens included. They
+            are the first tokens, or the last ones if the tokenizer's `truncation_side` is "left". -1 keeps as
+            many tokens as the limit allows. None raises `InputError` for a longer text, unlike
+            sentence-transformers.
+        escape_control_tokens: True encodes control tokens that a text after a prompt spells as ordinary text.
+            A text without a prompt is never escaped.
 
     Returns:
-        float32 [texts, D], or with the outputs of the last dense layer, or with `dimensions`.
+        A float32 array [texts, D]. With dense layers, D is the number of outputs of the last one. With
+        `dimensions`, it is that number.
 
     Raises:
-        InputError: not a list, an empty list, a text without tokens or with more tokens than the context
-            or the checkpoint's `max_seq_length` allow, ids outside the vocabulary, texts without a tokenizer,
-            an unknown pooling, dimensions that the checkpoint does not have, or hidden states that are not
-            finite.
+        InputError: `texts` is not a list or is empty, or a text has no tokens.
+        InputError: a text has more tokens than the context or the checkpoint's `max_seq_length` allows.
+        InputError: ids are outside the vocabulary, or texts are given and the model has no tokenizer.
+        InputError: the pooling is unknown, or the checkpoint does not have these dimensions.
+        InputError: hidden states are not finite.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")

@@ -12,10 +12,10 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 class InputError(ValueError):
-    """Bad input (arguments, files, settings), raised on the host before any tracing; after sampling
-    where only the tokens show it.
+    """Invalid input: an argument, a file or a setting. It is a `ValueError`.
 
-    Its text is one line of at most 300 characters. The command line exits with 2 on it.
+    This library raises it on the host before any tracing, or after sampling if only the tokens show the
+    error. The message is one line of at most 300 characters. Commands end with exit code 2 on it.
     """
 
     def __init__(self, message: object = ""):
@@ -23,15 +23,16 @@ class InputError(ValueError):
 
 
 class ContextLengthError(InputError):
-    """A prompt, or a prompt and its answer, has more tokens than the model's context, the engine or the cache
-    can hold. Shorten the prompt, or ask for fewer tokens.
+    """A prompt, or a prompt and its answer, has too many tokens for the context, the engine or the cache.
+
+    Shorten the prompt, or ask for fewer tokens.
     """
 
     code = "context_length_exceeded"  # as in the OpenAI API
 
 
 class GrammarError(InputError):
-    """A grammar that is not valid or not served: some when it is made, others when it is first used."""
+    """A grammar is invalid or not supported. It is raised when you make the grammar, or at its first use."""
 
 
 class NoTokenLeftError(InputError):

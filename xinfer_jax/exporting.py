@@ -60,18 +60,18 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 @cache
 def enable_export() -> None:
-    """Lets `jax.export` write and read programs whose arguments or results are parameters, adapters, caches,
-    configs or results of this library.
+    """Lets `jax.export` write and read programs with the pytrees of this library.
 
-    It needs the package flatbuffers, as `serialize` of jax does: pip install flatbuffers. Call it once in the
-    process that calls `Exported.serialize`, and once in the process that calls `jax.export.deserialize`. A
-    further call does nothing.
+    The arguments or results of such a program are parameters, adapters, caches, configs or results. Call the
+    function once in the process that calls `Exported.serialize`, and once in the process that calls
+    `jax.export.deserialize`. A second call does nothing. For example::
 
         xj.enable_export()
         blob = jax.export.export(jax.jit(xj.prefill))(*arguments).serialize()
 
-    `serialize` raises `InputError` if an argument has a function that you wrote, as `Tap.edit`: let the
-    exported function close over it.
+    `serialize` of jax needs the package flatbuffers (`pip install flatbuffers`). It raises `InputError` if an
+    argument has a function that you wrote, for example `Tap.edit`. In this case let the exported function
+    close over it.
     """
     for module, names in DATACLASSES.items():
         for name in names:

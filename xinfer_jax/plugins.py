@@ -150,17 +150,19 @@ def names(kind: str) -> list[str]:
 
 
 def register(kind: str, name: str, entry: object) -> None:
-    """Adds an entry to a registry, so that a family or a cache dtype of yours needs no fork of this package.
-    `scripts/examples/own_family.py` is an example.
+    """Adds an entry to a registry, for example a model family or a cache dtype that you wrote.
+
+    So you do not need a fork of this package. `scripts/examples/own_family.py` is an example.
 
     Args:
-        kind: the registry, for example "family", "cache dtype" or "rope": the first strings of the keys of
-            `plugins.TABLE`, except the hooks of a platform.
-        name: by which it is found: the `model_type` of a family, the `rope_type` of scaled RoPE.
-        entry: an object like the entries of that registry.
+        kind: the registry, for example "family", "cache dtype" or "rope". The names of registries are the
+            first strings of the keys of `plugins.TABLE`, except the hooks of a platform.
+        name: the name of the entry, by which it is found: the `model_type` of a family, or the `rope_type` of
+            a RoPE scaling.
+        entry: an object like the other entries of that registry.
 
     Raises:
-        InputError: there is no such registry, or it has the name already.
+        InputError: there is no such registry, or it has an entry of this name.
     """
     kinds = sorted({of_kind for of_kind, _ in TABLE} - _HOOKS)
     if kind not in kinds:

@@ -41,24 +41,27 @@ def rerank(
     truncate_prompt_tokens: int | None = None,
     escape_control_tokens: bool = True,
 ) -> np.ndarray:
-    """Scores how well each document answers a query, by a model that was trained to say "yes" or "no", as
-    Qwen3-Reranker.
+    """Scores how well each document answers a query, with a model that was trained to say "yes" or "no".
+
+    Use it with checkpoints such as Qwen3-Reranker, for example to sort the results of a search.
 
     Args:
-        model: from `load_model`.
-        query: a text.
+        model: a model from `load_model`.
+        query: the text of the query.
         documents: a list of texts.
-        instruction: what the query asks for; None: passages that answer a web search.
-        truncate_prompt_tokens: a longer document loses its last tokens, so that it has as many as this
-            together with the query and the template; -1: as many as the context has; None: it raises an
-            error.
-        escape_control_tokens: control tokens that these texts spell, like <|im_end|>, stay ordinary text.
+        instruction: the task that the query stands for. None asks for passages that answer a web search.
+        truncate_prompt_tokens: the most tokens of a document together with the query and the template. A
+            longer document loses its last tokens. -1 allows as many tokens as the context has. None raises
+            `InputError` for a longer document.
+        escape_control_tokens: True encodes control tokens that these texts spell, such as `<|im_end|>`, as
+            ordinary text.
 
     Returns:
-        float32 [documents]: the probability of "yes" against "no".
+        A float32 array [documents] with the probability of "yes" against "no".
 
     Raises:
-        InputError: not texts, too many tokens, or no tokenizer whose "yes" and "no" are one token each.
+        InputError: the arguments are not texts, there are too many tokens, or the model has no tokenizer in
+            which "yes" and "no" are one token each.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")

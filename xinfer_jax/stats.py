@@ -13,28 +13,30 @@ from .registry import plugin
 
 @dataclasses.dataclass
 class GenerateStats:
-    """The cost of a `generate` or `stream` call.
+    """The cost of a call of `generate` or `stream` in time, tokens and memory.
 
-    Only `compile_seconds` and `total_seconds` include compilation.
+    Only `compile_seconds` and `total_seconds` include compilation. All times are in seconds.
 
     Attributes:
-        rows: prompts times answers.
-        prompt_tokens: of all prompts together.
-        weight_bytes: of the parameter tree.
-        cache_bytes: of the KV cache, filled or not.
+        rows: the number of prompts times answers.
+        prompt_tokens: the tokens of all prompts together.
+        weight_bytes: the bytes of the parameter tree.
+        cache_bytes: the bytes of the KV cache, filled or not.
         reused_tokens: prompt tokens whose keys and values came from a prefix cache.
-        generated_tokens: of all rows together, EOS included.
-        compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache), as far as
-            the call waited for it.
-        prefill_seconds: time of prefill.
-        ttft_seconds: time to the first token of every row, after the arguments were validated.
-        decode_seconds: everything after the first token.
-        decode_steps: tokens of the longest row after the first one; forward passes, without draft tokens.
-        total_seconds: of the whole call after its arguments were validated, compilation included.
-        acceptance: acceptance rate of each row's draft tokens; None: no drafts.
-        passes: forward passes of the model for each row; None: no drafts.
-        peak_bytes: peak memory: of the process on CPU, of the device elsewhere.
-        memory: the bytes that were planned; None: of a request to an engine, whose `memory` it is.
+        generated_tokens: the tokens of all answers together, EOS tokens included.
+        compile_seconds: the time that the call waited for tracing, lowering and compiling, or for programs
+            from the compilation cache.
+        prefill_seconds: the time of prefill.
+        ttft_seconds: the time to the first token of every row (TTFT), after the arguments were validated.
+        decode_seconds: the time of everything after the first token.
+        decode_steps: the tokens of the longest row after its first one. Without draft tokens it is the number
+            of forward passes.
+        total_seconds: the time of the whole call after its arguments were validated, compilation included.
+        acceptance: the acceptance rate of each row's draft tokens. None: the call had no draft tokens.
+        passes: the number of forward passes of the model for each row. None: the call had no draft tokens.
+        peak_bytes: the peak memory in bytes: of the process on a CPU, and of the device elsewhere.
+        memory: the planned bytes. None: a request to an engine, because the engine itself has the plan in its
+            `memory`.
     """
 
     rows: int
@@ -56,25 +58,27 @@ class GenerateStats:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens from decode steps: all but the first of each row, which prefill returns."""
+        """The number of tokens from decode steps: all except the first of each row, which prefill returns."""
         return max(0, self.generated_tokens - self.rows)
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """The prompt tokens that were computed per second of prefill."""
         prefilled = self.prompt_tokens - self.reused_tokens
         return prefilled / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
+        """The tokens from decode steps per second, all rows together."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def tpot_seconds(self) -> float:
-        """Time per output token: seconds of one decode step, whatever the number of rows."""
+        """The time per output token (TPOT): the seconds of one decode step, whatever the number of rows."""
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
     def count(self, *watches: "Stopwatch") -> None:
-        """Adds the watches' times to `compile_seconds` and `total_seconds`."""
+        """Adds the times of the watches to `compile_seconds` and `total_seconds`."""
         self.compile_seconds += sum(watch.compile_seconds for watch in watches)
         self.total_seconds += sum(watch.seconds + watch.compile_seconds for watch in watches)
 

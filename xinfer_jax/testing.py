@@ -1,5 +1,7 @@
-"""Checks for tests of one's own, as `xj.testing`: logits against transformers, log-probabilities of rollouts
-against those of training.
+"""Checks for your own tests: `xj.testing`.
+
+- `assert_parity` compares the logits of a checkpoint with the logits of transformers.
+- `assert_rollout_matches_score` compares the log-probabilities of rollouts with the ones of training.
 """
 
 from collections.abc import Sequence
@@ -31,18 +33,22 @@ from .weights.stacking import unstack_layers
 def assert_parity(
     path: str | Path, *, tokens: Sequence[Sequence[int]], atol: float = 1e-4, model: Model | None = None
 ) -> float:
-    """Asserts that the logits of a checkpoint are those of transformers, in float32. Returns the largest
-    difference.
+    """Asserts that the logits of a checkpoint equal the logits of transformers, in float32.
+
+    Use it in tests of a model family that you add.
 
     Args:
-        path: of a checkpoint that both open: a directory or a hub name.
-        tokens: texts, as token ids.
-        atol: the largest difference that passes.
-        model: what is compared; None: `load_model(path, dtype="float32")`.
+        path: a checkpoint that both libraries open: a directory or a hub name.
+        tokens: a list of texts, as token ids.
+        atol: the largest difference of logits that passes.
+        model: the model to compare. None takes `load_model(path, dtype="float32")`.
+
+    Returns:
+        The largest difference.
 
     Raises:
-        AssertionError: which logit differs most, and by how much.
-        InputError: torch or transformers is not installed; ids outside the vocabulary.
+        AssertionError: the difference is larger. The message says which logit differs most, and by how much.
+        InputError: torch or transformers is not installed, or ids are outside the vocabulary.
     """
     try:
         import torch
@@ -68,7 +74,7 @@ def assert_parity(
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Arguments of `score` that choose how it computes."""
+    """Arguments of `score` that choose the way in which it computes."""
 
     chunk: int | None
     taps: Taps | None
@@ -89,22 +95,27 @@ def assert_rollout_matches_score(
     seed: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> float:
-    """Asserts that `decode_loop` records the log-probabilities that `score` gives its tokens. Returns the
-    largest difference.
+    """Asserts that `decode_loop` records the log-probabilities that `score` computes for its tokens.
+
+    Use it in tests of a trainer: a difference between both is a common cause of unstable training.
 
     Args:
-        params, config: the model that samples; its layers may be stacked.
-        prompts: token ids.
-        max_tokens: of each answer; no id ends one.
-        temperature: above 0; of the samples, and of the log-probabilities.
-        scored_by: parameters that score, as a trainer has them; None: params.
-        atol: the largest difference that passes; bfloat16 needs about 0.2.
-        seed: of the samples.
+        params, config: the parameter tree of the model that samples, and its config. The layers may be
+            stacked.
+        prompts: a list of prompts, as token ids.
+        max_tokens: the number of tokens in each answer. No id ends an answer.
+        temperature: the temperature of the samples and of the log-probabilities. Above 0.
+        scored_by: parameters that score the tokens, for example the copy of a trainer. None takes `params`.
+        atol: the largest difference that passes. bfloat16 needs about 0.2.
+        seed: the seed of the samples.
         options: further arguments of `score`: chunk, taps, remat, impl.
 
+    Returns:
+        The largest difference.
+
     Raises:
-        AssertionError: which token differs most, and by how much.
-        InputError: as `decode_loop` and `score`.
+        AssertionError: the difference is larger. The message says which token differs most, and by how much.
+        InputError: `decode_loop` or `score` raises it.
     """
     texts = check_prompts(config, prompts)
     (tokens_BT, num_tokens_B) = pad_prompts(texts, config.context_length)
@@ -129,7 +140,7 @@ def assert_rollout_matches_score(
 
 
 def _assert_close(found: np.ndarray, expected: np.ndarray, atol: float, what: str, whose: str) -> float:
-    """The largest difference. A difference that is no number fails too."""
+    """Returns the largest difference. Raises `AssertionError` if it exceeds `atol` or is not a number."""
     apart = np.abs(found - expected)
     apart = np.where(np.isnan(apart), np.inf, apart)
     worst = np.unravel_index(apart.argmax(), apart.shape)

@@ -38,32 +38,48 @@ def encode_prompt(
     escape_control_tokens: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Encodes a prompt as the token ids that `generate_text` starts from.
+    r"""Encodes a prompt as token ids, with the checkpoint's chat template.
 
-    A text for a checkpoint without a chat template is encoded as it is, with a warning.
+    `generate_text` starts from these ids. You need this function if you call functions of ids, for example
+    `generate` or `score`. If a checkpoint has no chat template, a text is encoded as it is, with a warning.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> model.tokenizer.decode(ids, skip_special_tokens=False)[-22:]
+        '<|im_start|>assistant\n'
 
     Args:
-        model: from `load_model`.
-        prompt: the user's text, or a whole conversation [{"role": "user", "content": "…"}, …].
-        system: a system message to put before it.
-        raw: encode the text without the chat template.
-        add_special_tokens: for raw texts, add the checkpoint's special tokens around the text (such as BOS).
-        chat_template_kwargs: additional variables of the chat template (enable_thinking, …).
-        escape_control_tokens: control tokens that a conversation spells, like <|im_end|>, are encoded as
-            ordinary text, so that no user can start a message of another role. Other texts are not affected.
-            If False, a spelled token becomes the token. A raw text and ids are never escaped.
+        model: a model from `load_model`.
+        prompt: the user's text, or a conversation such as [{"role": "user", "content": "…"}].
+        system: a system message that is put before the prompt. None adds none.
+        raw: True encodes a text without the chat template.
+        add_special_tokens: True adds the checkpoint's special tokens, for example BOS, around a text that is
+            encoded without a chat template. It has no effect on other prompts.
+        chat_template_kwargs: additional variables of the chat template, for example
+            `{"enable_thinking": False}`.
+        escape_control_tokens: True encodes control tokens that a conversation spells, such as `<|im_end|>`,
+            as ordinary text. So no user can start a message of another role. False turns a spelled token into
+            the token. Other texts are not affected, and raw texts and ids are never escaped.
         tools: functions that the answer may call, as the OpenAI API describes them: [{"type": "function",
-            "function": {"name": …, "description": …, "parameters": a JSON Schema}}, …]. `parse_tool_calls`
-            finds the calls in an answer. A conversation may have earlier calls in `tool_calls` of the
-            assistant's messages, and results in messages with the role "tool".
+            "function": {"name": …, "description": …, "parameters": a JSON Schema}}, …].
+            `xj.tools.parse_tool_calls` finds the calls in an answer. A conversation may have earlier calls in
+            `tool_calls` of the assistant's messages, and results in messages with the role "tool". None
+            offers no tools.
 
     Returns:
-        At least one id; they end with the start of the assistant's message.
+        A list with at least one id. If the prompt has a chat template, the ids end with the start of the
+        assistant's message.
 
     Raises:
-        InputError: no tokenizer, an empty prompt, a message without role or content, more text than the
-            context limit allows, a system message or a conversation with raw or without a chat template, or
-            tools where the chat template ignores them.
+        InputError: the model has no tokenizer.
+        InputError: the prompt is empty, or a message has no role or no content.
+        ContextLengthError: the text is too long for the context. Only its length is checked here, so a
+            shorter text may still have too many ids.
+        InputError: you gave a system message or a conversation with `raw`, or for a model without a chat
+            template.
+        InputError: you gave tools, and the chat template ignores them.
     """
     return prompt_ids(
         _tokenizer(model),
@@ -97,20 +113,35 @@ def generate_text(
     raw: bool = False,
     escape_control_tokens: bool = True,
 ) -> str | list[str]:
-    """Generates the answer to a prompt as a text, or to a list of prompts as a list of texts.
+    """Generates the answer to a prompt as a text, or the answers to a list of prompts as a list of texts.
+
+    To print the text while it is generated, use `stream_text`. For token ids and log-probabilities, use
+    `generate`.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> xj.generate_text(model, "What is the capital of France?")
+        'The capital of France is Paris.'
 
     Args:
-        model: from `load_model`.
-        prompt: a text or a conversation, or a list of both. A list is one batch, with all rows in memory at
-            the same time; a list of messages is one conversation.
-        options: None: `GenerateOptions()`: at most 128 tokens. Without `options.sampling` the answer follows
-            the model's generation_config.json, as commands do.
-        key: PRNG key of sampling: one (prompt i of a list then uses `fold_in(key, i)`), or one per prompt.
-            None: `jax.random.key(0)`, as of commands without --seed, so another call gives the same texts.
-        system, raw, escape_control_tokens: as in `encode_prompt`, for each prompt.
+        model: a model from `load_model`.
+        prompt: a text or a conversation, or a list of texts and conversations. A list of prompts is one
+            batch, so all its rows are in memory at the same time. A list of messages is one conversation.
+        options: the options of the call. None takes `GenerateOptions()`, which generates at most 128 tokens.
+            If `options.sampling` is None, the answer follows the model's generation_config.json, like the
+            commands.
+        key: the PRNG key of sampling: one key (prompt i of a list then uses `fold_in(key, i)`), or one key
+            per prompt. None takes `jax.random.key(0)`, like commands without --seed, so the same call gives
+            the same texts.
+        system, raw, escape_control_tokens: as for `encode_prompt`, for each prompt.
+
+    Returns:
+        The text of the answer, or a list with one text per prompt.
 
     Raises:
-        InputError: as `encode_prompt` and `generate`; an empty list; `n` other than 1.
+        InputError: `encode_prompt` or `generate` would raise it, the list of prompts is empty, or `options.n`
+            is not 1.
     """
     options = _check_text_options(model, options)
     is_batch = is_sequence(prompt) and not _is_conversation(prompt)
@@ -145,10 +176,28 @@ def stream_text(
     raw: bool = False,
     escape_control_tokens: bool = True,
 ) -> "TextStream":
-    """Streams the text of `generate_text` for one prompt.
+    """Streams the answer to one prompt as pieces of text, while it is generated.
+
+    The pieces, joined, are the text that `generate_text` returns for the same arguments.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> for text in xj.stream_text(model, "What is the capital of France?"):
+        ...     print(text, end="", flush=True)
+        The capital of France is Paris.
+
+    Args:
+        model: a model from `load_model`.
+        prompt: a text or a conversation.
+        options, key, system, raw, escape_control_tokens: as for `generate_text`.
+
+    Returns:
+        A `TextStream`, an iterator over pieces of text. Its `output` has tokens and statistics at the end.
 
     Raises:
-        InputError: as `generate_text`, at once; a list of prompts.
+        InputError: `generate_text` would raise it, or you gave a list of prompts. The call raises it at once,
+            before you iterate.
     """
     options = _check_text_options(model, options)
     if is_sequence(prompt) and len(prompt) and not _is_conversation(prompt):
@@ -168,14 +217,19 @@ def stream_text_from_ids(
 
 
 class TextStream(Iterator[str]):
-    """Iterates over the text of an answer while it is generated, in chunks of complete characters.
+    """Iterates over the text of an answer while it is generated, in pieces of complete characters.
 
-    The text ends before the first of `options.stop_strings`, even if that spans tokens. The output's tokens
-    include the one that completed the stop string.
+    `stream_text` returns it. The text ends before the first of `options.stop_strings`, even if this string
+    spans several tokens. The tokens of `output` include the token that completed the stop string.
     """
 
     def __init__(self, detokenizer: AnswerDetokenizer, tokens: Stream):
-        """tokens: of one prompt."""
+        """Creates a stream of text.
+
+        Args:
+            detokenizer: converts the ids of the answer to text.
+            tokens: a stream of one prompt's tokens.
+        """
         self._detokenizer = detokenizer
         self._tokens = tokens
 
@@ -191,17 +245,17 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def prepare(self) -> Compilation:
-        """Begins to compile the programs of the answer, in threads (`Stream.prepare`)."""
+        """Begins to compile the programs of the answer in threads, and returns (see `Stream.prepare`)."""
         return self._tokens.prepare()
 
     def stop(self) -> None:
-        """Ends the answer after the chunks returned so far, with the finish_reason "abort"."""
+        """Ends the answer after the pieces that you took, with the finish_reason "abort"."""
         self._tokens.stop()
         self._detokenizer.ended = True
 
     @property
     def output(self) -> GenerateOutput:
-        """What `generate` returns.
+        """The result of the call, as `generate` returns it.
 
         Raises:
             InputError: the stream has not ended.
@@ -213,12 +267,12 @@ class TextStream(Iterator[str]):
 
 
 class TokenText(NamedTuple):
-    """A token with its text and its probability.
+    """A token with its text and its probability, from `alternatives_text`.
 
     Attributes:
-        id: of the token.
-        text: of this token alone.
-        probability: 0 to 1, before any logits processor.
+        id: the id of the token.
+        text: the text of this token alone.
+        probability: the probability of the token, 0 to 1, before any logits processor.
     """
 
     id: int
@@ -227,8 +281,21 @@ class TokenText(NamedTuple):
 
 
 def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[list[TokenText]]:
-    """For each generated token: the token, then its alternatives. Probabilities are those before any logits
-    processor.
+    """Returns the generated tokens of an answer, each with its likely alternatives and their probabilities.
+
+    Generate with `GenerateOptions(logprobs=k)` to get k alternatives per token.
+
+    Args:
+        model: the model that generated the answer. Its tokenizer converts ids to text.
+        out: the result of `generate` with `logprobs` above 0.
+        row: the index of the answer in `out`.
+
+    Returns:
+        For each generated token, a list of `TokenText`: the token itself comes first, and its alternatives
+        follow. Probabilities are before any logits processor.
+
+    Raises:
+        InputError: `out` has no alternatives, it has no such row, or the model has no tokenizer.
     """
     tokenizer = _tokenizer(model)
     if not isinstance(out, GenerateOutput) or out.alternatives is None:

@@ -12,24 +12,26 @@
 # ---
 
 # %% [markdown]
-# # Generate and score
-#
-# In this tutorial you load a language model, generate text with it, and measure how likely the model finds a
-# text. You need this first, because the other tutorials build on it.
-#
-# You learn how to:
-#
-# - load a model, and look at its three parts: parameters, config and tokenizer
-# - generate an answer as text, and as token ids
-# - generate a batch of prompts with different lengths
-# - sample with a temperature and a key, and get the same answer again
-# - stream an answer while it is generated
-# - get the log-probability of each token, before and after the temperature
-# - compute the perplexity of a sentence
-#
-# You should know [JAX](https://docs.jax.dev) arrays and keys. The tutorial runs offline on a CPU, with a
-# small checkpoint that is part of the package. It has one million parameters and knows the capitals of
-# countries.
+"""
+# Generate and score
+
+In this tutorial you load a language model, generate text with it, and measure how likely the model finds a
+text. You need this first, because the other tutorials build on it.
+
+You learn how to:
+
+- load a model, and look at its three parts: parameters, config and tokenizer
+- generate an answer as text, and as token ids
+- generate a batch of prompts with different lengths
+- sample with a temperature and a key, and get the same answer again
+- stream an answer while it is generated
+- get the log-probability of each token, before and after the temperature
+- compute the perplexity of a sentence
+
+You should know [JAX](https://docs.jax.dev) arrays and keys. The tutorial runs offline on a CPU, with a
+small checkpoint that is part of the package. It has one million parameters and knows the capitals of
+countries.
+"""
 
 # %% [markdown]
 # ## Set up

@@ -12,24 +12,26 @@
 # ---
 
 # %% [markdown]
-# # GRPO over an engine
-#
-# [GRPO](https://arxiv.org/abs/2402.03300) (group relative policy optimization, Shao et al. 2024) is
-# reinforcement learning from rewards that a program can compute, for example from the result of a test. For
-# each prompt you sample a group of answers, and you reward each one. An answer that is better than its group
-# becomes more likely, and a worse one becomes less likely. GRPO needs no value network.
-#
-# In this tutorial a model learns to answer with capitals of Asia. You learn how to:
-#
-# - sample groups of answers with an engine, and get their log-probabilities
-# - write a reward as a Python function
-# - write the GRPO loss with `xj.score`: advantage, clipped ratio and KL divergence
-# - train a LoRA adapter with [optax](https://optax.readthedocs.io), and replace it in the running engine
-# - check that the engine and the trainer agree
-#
-# You need this if you train with rewards, for example as with [TRL](https://huggingface.co/docs/trl) and
-# [vLLM](https://docs.vllm.ai), but in one [JAX](https://docs.jax.dev) process. Read [Fine-tune with
-# LoRA](lora.py) first. The tutorial runs offline on a CPU.
+"""
+# GRPO over an engine
+
+[GRPO](https://arxiv.org/abs/2402.03300) (group relative policy optimization, Shao et al. 2024) is
+reinforcement learning from rewards that a program can compute, for example from the result of a test. For
+each prompt you sample a group of answers, and you reward each one. An answer that is better than its group
+becomes more likely, and a worse one becomes less likely. GRPO needs no value network.
+
+In this tutorial a model learns to answer with capitals of Asia. You learn how to:
+
+- sample groups of answers with an engine, and get their log-probabilities
+- write a reward as a Python function
+- write the GRPO loss with `xj.score`: advantage, clipped ratio and KL divergence
+- train a LoRA adapter with [optax](https://optax.readthedocs.io), and replace it in the running engine
+- check that the engine and the trainer agree
+
+You need this if you train with rewards, for example as with [TRL](https://huggingface.co/docs/trl) and
+[vLLM](https://docs.vllm.ai), but in one [JAX](https://docs.jax.dev) process. Read [Fine-tune with
+LoRA](lora.py) first. The tutorial runs offline on a CPU.
+"""
 
 # %% [markdown]
 # ## Set up
@@ -143,7 +145,9 @@ def sample_batch(engine, key):
     outs = engine.generate(prompts, OPTIONS, key=key, adapter="policy")
     texts = []
     for row in range(rows):
-        prompt, out, answer = prompts[row // SAMPLES], outs[row // SAMPLES], row % SAMPLES
+        group, answer = divmod(row, SAMPLES)
+        prompt = prompts[group]
+        out = outs[group]
         tokens = prompt + out.tokens[answer]
         entries = slice(len(prompt) - 1, len(tokens) - 1)
         batch["tokens_BT"][row, : len(tokens)] = tokens
@@ -217,7 +221,9 @@ def update(adapter, state, params, batch):
 # %%
 adapter = xj.lora.init_adapter(config, jax.random.key(1), rank=8)
 state = optimizer.init(adapter)
-rewards, divergences, differences = [], [], []
+rewards = []
+divergences = []
+differences = []
 with xj.Engine(model, rows=len(PROMPTS) * SAMPLES, capacity=128, adapters={"policy": adapter}) as engine:
     for step in range(STEPS):
         batch, texts, versions = sample_batch(engine, jax.random.fold_in(jax.random.key(0), step))

@@ -12,23 +12,25 @@
 # ---
 
 # %% [markdown]
-# # Look inside a model
-#
-# In this tutorial you read the inner states of a model while it computes an answer, and then you change one
-# of them. You need this for research on interpretability, for example if you want to find out why a model
-# gives a wrong answer.
-#
-# You learn how to:
-#
-# - plot attention weights as a heat map
-# - read the output of each layer with taps
-# - see how an answer forms from layer to layer, with the logit lens
-# - fit a linear probe to the states of a layer
-# - find a steering vector by its gradient, and generate with it
-#
-# You should know the parts of a [transformer](https://arxiv.org/abs/1706.03762) (Vaswani et al. 2017): the
-# residual stream, attention and the MLP. Read [Generate and score](generate_and_score.py) first. The tutorial
-# runs offline on a CPU.
+"""
+# Look inside a model
+
+In this tutorial you read the inner states of a model while it computes an answer, and then you change one
+of them. You need this for research on interpretability, for example if you want to find out why a model
+gives a wrong answer.
+
+You learn how to:
+
+- plot attention weights as a heat map
+- read the output of each layer with taps
+- see how an answer forms from layer to layer, with the logit lens
+- fit a linear probe to the states of a layer
+- find a steering vector by its gradient, and generate with it
+
+You should know the parts of a [transformer](https://arxiv.org/abs/1706.03762) (Vaswani et al. 2017): the
+residual stream, attention and the MLP. Read [Generate and score](generate_and_score.py) first. The tutorial
+runs offline on a CPU.
+"""
 
 # %% [markdown]
 # ## Set up

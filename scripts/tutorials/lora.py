@@ -12,22 +12,24 @@
 # ---
 
 # %% [markdown]
-# # Fine-tune with LoRA, and serve the adapter
-#
-# [LoRA](https://arxiv.org/abs/2106.09685) (Hu et al. 2021) trains two small matrices next to each large
-# matrix of a model, and leaves the model itself as it is. You need it if you want to fine-tune with little
-# memory, or if you serve many variants of one model, for example one for each customer.
-#
-# In this tutorial you teach the bundled model the capitals of three imaginary countries. You learn how to:
-#
-# - make an adapter, and put it into the parameters of a model
-# - train it with [optax](https://optax.readthedocs.io) in a jitted step
-# - save it in the format of [PEFT](https://huggingface.co/docs/peft), and load it again
-# - use it in an engine: each request names its adapter
-# - serve it over HTTP with the OpenAI API
-#
-# The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. To install what
-# it needs, run `pip install -e '.[docs]'` in your clone.
+"""
+# Fine-tune with LoRA, and serve the adapter
+
+[LoRA](https://arxiv.org/abs/2106.09685) (Hu et al. 2021) trains two small matrices next to each large
+matrix of a model, and leaves the model itself as it is. You need it if you want to fine-tune with little
+memory, or if you serve many variants of one model, for example one for each customer.
+
+In this tutorial you teach the bundled model the capitals of three imaginary countries. You learn how to:
+
+- make an adapter, and put it into the parameters of a model
+- train it with [optax](https://optax.readthedocs.io) in a jitted step
+- save it in the format of [PEFT](https://huggingface.co/docs/peft), and load it again
+- use it in an engine: each request names its adapter
+- serve it over HTTP with the OpenAI API
+
+The tutorial runs offline on a CPU. Read [Generate and score](generate_and_score.py) first. To install what
+it needs, run `pip install -e '.[docs]'` in your clone.
+"""
 
 # %% [markdown]
 # ## Set up

@@ -12,23 +12,25 @@
 # ---
 
 # %% [markdown]
-# # Rollouts in your own jit
-#
-# A rollout is an answer that you sample in order to train on it, or to measure something. In xinfer_jax,
-# generation is a `lax.while_loop` over pure functions, so a rollout can be a part of a jitted program that
-# you write. You need this if you write a training loop, a search or an evaluation in
-# [JAX](https://docs.jax.dev).
-#
-# You learn how to:
-#
-# - write a rollout from `init_cache`, `prefill` and `decode_loop`, and compile it with `jax.jit`
-# - pass the temperature as a traced argument, so that a new value compiles nothing
-# - check the sampler against the exact distribution
-# - sample many answers to one prompt: with rows, and with `jax.vmap`
-# - measure tokens per second
-# - take gradients of the log-probabilities of a rollout, also for each row
-#
-# Read [Generate and score](generate_and_score.py) first. The tutorial runs offline on a CPU.
+"""
+# Rollouts in your own jit
+
+A rollout is an answer that you sample in order to train on it, or to measure something. In xinfer_jax,
+generation is a `lax.while_loop` over pure functions, so a rollout can be a part of a jitted program that
+you write. You need this if you write a training loop, a search or an evaluation in
+[JAX](https://docs.jax.dev).
+
+You learn how to:
+
+- write a rollout from `init_cache`, `prefill` and `decode_loop`, and compile it with `jax.jit`
+- pass the temperature as a traced argument, so that a new value compiles nothing
+- check the sampler against the exact distribution
+- sample many answers to one prompt: with rows, and with `jax.vmap`
+- measure tokens per second
+- take gradients of the log-probabilities of a rollout, also for each row
+
+Read [Generate and score](generate_and_score.py) first. The tutorial runs offline on a CPU.
+"""
 
 # %% [markdown]
 # ## Set up

@@ -141,8 +141,29 @@ def test_the_dashboard_shows_metrics_that_the_server_exports():
 
 def test_the_readme_names_flags_and_files_that_exist():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    flags = {*re.findall(r"`--([a-z]+(?:_[a-z]+)+|grace)", text)} - {"build_arg"}
-    assert {"stuck_seconds", "trusted_proxy", "api_key_file", "grace"} == flags <= {*command.PARSER.values}
+    flags = {*re.findall(r"`--([a-z]+(?:_[a-z]+)+|grace)", text)}
+    assert {"stuck_seconds", "trusted_proxy", "api_key_file", "grace"} <= flags <= {*command.PARSER.values}
     assert f"`--grace` seconds ({GRACE})" in text
     for path in re.findall(r"xinfer_jax/serve/deployment/[\w.]+", text):
         assert (ROOT / path).is_file()
+
+
+def test_the_readme_has_alerts_and_a_table_of_metrics_that_the_server_exports():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (group,) = yaml.safe_load(block)["groups"]
+    assert all({"alert", "expr"} <= rule.keys() <= {"alert", "expr", "for"} for rule in group["rules"])
+    exported = exported_names()
+    in_rules = {name for rule in group["rules"] for name in re.findall(r"vllm:\w+", rule["expr"])}
+    assert in_rules <= exported
+    histograms = {name.removesuffix("_count") for name in exported if name.endswith("_count")}
+    others = {name for name in exported if not re.search(r"_(bucket|sum|count|created)$", name)}
+    assert {*re.findall(r"`(vllm:\w+)`", text)} == histograms | others
+
+
+def test_the_page_of_the_server_explains_each_status():
+    text = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    explained = {*re.findall(r"^\| (\d{3}) \|", text, re.M)}
+    code = "".join(file.read_text(encoding="utf-8") for file in FOLDER.parent.glob("*.py"))
+    sent = {*re.findall(r"APIError\(\s*(\d{3})", code), *re.findall(r", (4\d\d)\)$", code, re.M)}
+    assert {"400", "401", "403", "404", "408", "409", "413", "415", "429", "503"} <= sent <= explained

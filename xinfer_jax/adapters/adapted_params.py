@@ -20,15 +20,28 @@ from .fitted_adapter import check_adapter, weights_by_path
 
 @in_default_modes
 def with_adapter(params: Params, adapter: Adapter) -> Params:
-    """Returns parameters of the adapted model, for `forward`, `score`, `decode_loop`, `generate` and engines.
-    Gradients in the adapter are those of its arrays alone.
+    """Returns parameters that compute with a LoRA adapter, for all rows.
+
+    Pass them to `forward`, `score`, `decode_loop`, `generate` or an engine. To train the adapter,
+    differentiate a function of the adapter that calls this: its gradients are the gradients of the adapter's
+    arrays alone.
+
+    Example:
+        >>> import jax
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> adapter = xj.lora.init_adapter(model.config, jax.random.key(0), rank=4)
+        >>> params = xj.lora.with_adapter(model.params, adapter)
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> model.tokenizer.decode(xj.generate(params, model.config, [ids]).tokens[0])
+        'The capital of France is Paris.'
 
     Args:
-        params: of the model, of any kind, with its layers in a tuple.
-        adapter: for all rows.
+        params: the parameter tree of the model, with any kind of leaves, and with its layers in a tuple.
+        adapter: the adapter, from `init_adapter` or `load_adapter`.
 
     Raises:
-        InputError: it does not fit the model; the parameters have adapters.
+        InputError: the adapter does not fit the model, or the parameters have adapters already.
     """
     adapter = check_adapter(params, adapter)
     scale_of = adapter.scale_of()
@@ -45,17 +58,20 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
 
 @in_default_modes
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
-    """Returns parameters of several adapted models, for functions of arrays with B rows: `forward`, `score`,
-    `prefill`, `decode_loop`.
+    """Returns parameters that compute with several LoRA adapters: each row of a batch uses one of them.
+
+    Pass them to functions of arrays with B rows: `forward`, `score`, `prefill` or `decode_loop`.
 
     Args:
-        params: as in `with_adapter`.
-        adapters: at least one; of any ranks, matrices and dtypes. Those of a matrix are stacked in the widest
-            of their dtypes and that of activations, so each gives what it gives alone.
-        adapter_B: int32: the index of each row's adapter; -1: it has none.
+        params: as for `with_adapter`.
+        adapters: at least one adapter. They may have different ranks, matrices and dtypes. The arrays of a
+            matrix are stacked in the widest dtype of them and of the activations, so each adapter has the
+            results that it has alone.
+        adapter_B: int32: the index of each row's adapter. -1: the row has no adapter.
 
     Raises:
-        InputError: an adapter that does not fit the model; an index that is none, unless it is traced.
+        InputError: an adapter does not fit the model, or an index is out of range. Traced indices are not
+            checked.
     """
     adapters = [*adapters]
     if not adapters:
@@ -92,8 +108,15 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
 @in_default_modes
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
-    """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
-    the adapter, in the parameters.
+    """Splits the result of `with_adapter` into the parameters of the model and the adapter.
+
+    The norms of the adapter stay in the parameters.
+
+    Args:
+        params: parameters from `with_adapter`.
+
+    Returns:
+        The parameters and the `Adapter`.
     """
     weights = weights_by_path(params)
     found = {path: weight for path, weight in weights.items() if isinstance(weight, AdaptedWeight)}
@@ -117,11 +140,17 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
 
 @in_default_modes
 def merge_adapter(params: Params, adapter: Adapter) -> Params:
-    """Returns float parameters with the adapter's sum and norms in them, each of the dtype that it has.
+    """Returns float parameters with the adapter added to their matrices, and with its norms.
+
+    Each leaf keeps its dtype. Use it to save a fine-tuned model without an adapter.
+
+    Args:
+        params: the parameter tree of the model, of floats.
+        adapter: the adapter.
 
     Raises:
-        InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
-            quantize them by `xj.params.reshard`.
+        InputError: the adapter does not fit the model, or a matrix is quantized. In the second case merge
+            into float parameters, and then quantize them with `xj.params.reshard`.
     """
     adapter = check_adapter(params, adapter)
     matrices = weights_by_path(params)

@@ -20,11 +20,13 @@ from ..weights.params import ParamSpec, param_specs, resolve_dtype
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a matrix [O, I], but for its scale: b @ a.
+    """The two matrices of a LoRA adapter for a matrix [O, I].
+
+    The adapter adds their product b @ a, times a scale, to the matrix.
 
     Attributes:
-        a: [R, I]; of a layer's experts [X, R, I].
-        b: [O, R]; of a layer's experts [X, O, R].
+        a: [R, I]. For the experts of a layer: [X, R, I].
+        b: [O, R]. For the experts of a layer: [X, O, R].
     """
 
     a: AnyArray
@@ -34,12 +36,15 @@ class LowRank(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: a pytree of float arrays, for optax as it is.
+    """A LoRA adapter (Hu et al. 2021): a pytree of float arrays, which optax can train as it is.
 
     Attributes:
-        matrices: by the paths of matrices in the parameters, as "layers.0.q".
-        scales: the factor of each, in the order of their sorted paths; no leaves of the pytree.
-        norms: weights [D] of norms in place of the model's own, by their paths, as "layers.0.attn_norm".
+        matrices: the `LowRank` of each adapted matrix, by its path in the parameters, for example
+            "layers.0.q".
+        scales: the factor of each matrix, in the order of the sorted paths. They are not leaves of the
+            pytree.
+        norms: weights [D] of norms that replace the model's own, by their paths, for example
+            "layers.0.attn_norm".
     """
 
     matrices: dict[str, LowRank]
@@ -47,7 +52,11 @@ class Adapter:
     norms: dict[str, AnyArray] = dataclasses.field(default_factory=dict)
 
     def scale_of(self) -> dict[str, float]:
-        """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
+        """Returns the factor of each matrix by its path.
+
+        Raises:
+            InputError: the number of scales differs from the number of matrices.
+        """
         if len(self.scales) != len(self.matrices):
             raise InputError(f"the adapter has {len(self.matrices)} matrices and {len(self.scales)} scales")
         return dict(zip(sorted(self.matrices), self.scales, strict=True))
@@ -114,18 +123,25 @@ def init_adapter(
     alpha: float | None = None,
     dtype: Dtype = "float32",
 ) -> Adapter:
-    """Returns a new adapter, which changes nothing yet: a is random, uniform as PEFT's, and b zero.
+    """Returns a new LoRA adapter to train. It changes nothing yet, because b is zero.
+
+    `a` is random and uniform, like in PEFT.
 
     Args:
-        config, key: the model, and one PRNG key.
-        rank: R of every matrix.
-        targets: names of matrices in a layer, as "q", "experts.down"; "lm_head"; "embed", also for a tied
-            head; None: all of which rows can have each their own.
-        alpha: the scale is alpha / rank; None: 1.
-        dtype: of the arrays.
+        config: the config of the model.
+        key: one PRNG key.
+        rank: the rank R of every matrix.
+        targets: names of matrices in a layer, for example "q" or "experts.down". Also "lm_head", and "embed",
+            which includes the head if it is tied. None takes all matrices that can have a different adapter
+            for each row.
+        alpha: the scale is alpha / rank. None makes the scale 1.
+        dtype: the dtype of the arrays.
+
+    Returns:
+        An `Adapter`, for `with_adapter`.
 
     Raises:
-        InputError: a target that the model has not; a rank below 1; alpha is no finite number.
+        InputError: the model does not have a target, the rank is below 1, or alpha is not a finite number.
     """
     rank = check_integer("rank", rank, 1)
     if alpha is not None and not (isinstance(alpha, int | float | np.number) and math.isfinite(alpha)):

@@ -60,20 +60,25 @@ def load_adapter(  # noqa: PLR0913  a public function
     subfolder: str = "",
     local_files_only: bool = False,
 ) -> Adapter:
-    """Returns a LoRA adapter as PEFT saves it.
+    """Loads a LoRA adapter that PEFT or `save_adapter` saved.
 
     Args:
-        config: of the model that it was trained for.
-        path_or_repo_id: its directory, or a hub name owner/name or owner/name@revision.
-        dtype: of the arrays; None: that of the file.
-        base: the name or path of the model; if the adapter names another one, the log has a warning; None:
-            not known.
-        max_rank: the largest rank of a matrix; None: any.
-        revision, token, subfolder, local_files_only: as in `load_model`.
+        config: the config of the model for which the adapter was trained.
+        path_or_repo_id: the adapter's directory, or a hub name owner/name or owner/name@revision.
+        dtype: the dtype of the arrays. None keeps the dtype of the file.
+        base: the name or path of your model. If the adapter names another model, the log has a warning. None
+            does not compare.
+        max_rank: the largest allowed rank of a matrix. None allows any rank.
+        revision, token, subfolder, local_files_only: as for `load_model`.
+
+    Returns:
+        An `Adapter`, for `with_adapter` or `Engine.add_adapter`.
 
     Raises:
-        InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
-            missing, unknown, misshapen or not finite; a rank above `max_rank`, before any tensor is read.
+        InputError: a file is missing or damaged.
+        InputError: adapter_config.json has an unsupported setting.
+        InputError: tensors are missing, unknown, misshapen or not finite.
+        InputError: a rank exceeds `max_rank`. This is checked before any tensor is read.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     path = resolve_directory(path_or_repo_id, download_adapter, "adapter", hub)
@@ -172,16 +177,19 @@ def _wanted(
 
 @in_default_modes
 def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, base: str | None = None) -> None:
-    """Writes an adapter as PEFT does. Matrices that a module of transformers holds together, and that have
-    each their own `a`, become one pair of the sum of their ranks.
+    """Writes a LoRA adapter as PEFT does.
+
+    If transformers joins several matrices in one module, and each has its own `a`, they become one pair of
+    matrices. Its rank is the sum of their ranks.
 
     Args:
-        adapter, config: the adapter, and the model's config.
+        adapter: the adapter.
+        config: the config of the model.
         path: a new directory.
-        base: the name of the model, for PEFT.
+        base: the name of the model, which PEFT reads. None writes no name.
 
     Raises:
-        InputError: the directory exists or cannot be written; the adapter does not fit the config.
+        InputError: the directory exists or cannot be written, or the adapter does not fit the config.
     """
     check_order("save_adapter(adapter, config, path)", adapter, path)
     if not isinstance(adapter, Adapter):

@@ -84,7 +84,7 @@ def _check_values(arguments: Mapping[str, Any]) -> None:
     for name, values, least, most in (
         ("token id", tokens, 0, config.vocab_size - 1),
         ("num_tokens", arguments.get("num_tokens_B"), 0, longest),
-        ("routes: expert", arguments.get("routed_experts"), -1, config.num_experts - 1),
+        ("routed_experts: expert", arguments.get("routed_experts"), -1, config.num_experts - 1),
     ):
         if isinstance(values, AnyArray) and jnp.issubdtype(values.dtype, jnp.integer):
             check_range(name, values, least, most)

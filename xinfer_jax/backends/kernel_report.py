@@ -34,25 +34,36 @@ def kernels_used(
     cache_dtype: Dtype | None = None,
     capacity: int | None = None,
 ) -> dict[str, kernels_pallas.Selection]:
-    """Returns which implementation serves each kernel in a `generate` call, and why.
+    """Returns the implementation of each kernel in a call of `generate`, and the reason for it.
 
-    `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
-    rows take logits. `product` is that of the matrices "o" in a decode step: kernels of products take no
-    float32 on GPUs. Layers may differ, in the width of heads for example: the reason says how many have
-    another implementation, and why. `gated_experts` is there for models with experts (on TPUs their router
-    has a kernel where the product has), `delta_step`, `delta_prefill` and `delta_drafts` (calls with draft
-    tokens) for those with linear attention.
+    Use it to check that your model gets the kernels that you expect on this machine. The keys of the result
+    are kernels:
+
+    - `lm_head_argmax` serves greedy rows. If the vocabulary matrix is int8, `int8_head_argmax` does. Sampled
+      rows use logits instead.
+    - `product` is the product of the matrices "o" in a decode step. Kernels of products take no float32 on
+      GPUs.
+    - `gated_experts` is present if the model has experts. On TPUs their router has a kernel if the product
+      has one.
+    - `delta_step`, `delta_prefill` and `delta_drafts` (for calls with draft tokens) are present if the model
+      has linear attention.
+
+    Layers may differ, for example in the width of heads. The reason then says how many layers have another
+    implementation, and why.
 
     Args:
-        params, config: the model.
-        impl: as in `GenerateOptions`.
-        rows: prompts in the call.
-        cache_dtype: `GenerateOptions.cache_dtype`.
-        capacity: `GenerateOptions.capacity`; None: what `generate` chooses for a short prompt and its default
-            number of new tokens. `default_capacity` computes it for others.
+        params, config: the parameter tree of the model, and its config.
+        impl: as for `GenerateOptions`.
+        rows: the number of prompts in the call.
+        cache_dtype: as for `GenerateOptions`.
+        capacity: as for `GenerateOptions`. None takes the capacity of a call with a short prompt and the
+            default number of new tokens. `default_capacity` computes it for other calls.
+
+    Returns:
+        A dict from names of kernels to a `Selection`.
 
     Raises:
-        InputError: the impl does not serve this model, or this machine lacks it.
+        InputError: the `impl` does not serve this model, or this machine lacks it.
     """
     check_impl(impl)
     capacity = capacity or default_capacity(config, 1, GenerateOptions.max_tokens)

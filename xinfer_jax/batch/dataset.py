@@ -19,8 +19,9 @@ Column: TypeAlias = np.ndarray | Sequence[object]
 
 
 class DatasetGenerator:
-    """Answers batches of prompts, as Ray Data's `map_batches` calls it. It can be pickled; the first call
-    makes its engine.
+    """Answers batches of prompts as Ray Data's `map_batches` calls it.
+
+    You can pickle it. The first call creates its engine.
     """
 
     def __init__(  # noqa: PLR0913  a public function
@@ -28,10 +29,12 @@ class DatasetGenerator:
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
         activations: str | None = None, escape_control_tokens: bool = True, **engine: Unpack[EngineSettings],
     ):  # fmt: skip
-        """Args:
-        model, dtype, quantize, activations: as in `load_model`.
-        options, seed, raw, system, escape_control_tokens: as in `generate_file`.
-        engine: fields of `EngineOptions`.
+        """Stores the arguments for the engine of the first call.
+
+        Args:
+            model, dtype, quantize, activations: as for `load_model`.
+            options, seed, raw, system, escape_control_tokens: as for `generate_file`.
+            engine: fields of `EngineOptions`.
         """
         self._load_arguments = (model, dtype, quantize, None, activations)
         self._default_arguments = (options, seed, raw, system, False, escape_control_tokens)
@@ -42,18 +45,21 @@ class DatasetGenerator:
         return {**vars(self), "_engine": None}
 
     def __call__(self, batch: Mapping[str, Column]) -> dict[str, Column]:
-        """Returns the columns of the batch and of its answers: `text`, `finish_reason`, `prompt_tokens`,
-        `completion_tokens`, and `error` ("" if there is none).
+        """Answers the prompts of a batch, and returns the columns of the batch with columns of the answers.
+
+        The new columns are `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, and `error` ("" if
+        there is no error).
 
         Args:
-            batch: `prompt` (texts) or `messages`. With `custom_id`, a row draws the same random numbers as a
-                file's line with that custom_id. Without it, they depend on the prompt and on how many earlier
-                rows of the batch have the same prompt. So batches may be cut anywhere, but equal prompts in
-                different batches draw equal numbers: give each a `custom_id` to avoid that.
+            batch: a mapping with the column `prompt` (texts) or `messages`. If it has the column `custom_id`,
+                a row draws the same random numbers as a line of a file with that custom_id. Without it, the
+                numbers depend on the prompt, and on the number of earlier rows of the batch with an equal
+                prompt. So batches may be cut anywhere, but equal prompts in different batches draw equal
+                numbers. To avoid this, give each row a `custom_id`.
 
         Raises:
-            InputError: the batch has neither column; no row can be served with the options; the options ask
-                for several answers.
+            InputError: the batch has neither column, no row can be served with the options, or the options
+                ask for several answers.
         """
         column = next((name for name in ("messages", "prompt") if name in batch), None)
         if column is None:

@@ -42,18 +42,19 @@ class BatchReport(TypedDict):
     """Counts, rates and times of a call of `generate_file`.
 
     Attributes:
-        answered, errors: lines of this call, with an answer and with an error.
-        finished_before: lines that earlier calls finished.
-        errors_before: lines with an error among these.
-        stopped: whether `stop` was set before the end of the file.
-        seconds: from the start of the engine to the last answer.
-        lines_per_second: answered lines and lines with errors.
-        prefill_tokens, generated_tokens: tokens of the prompts that were computed, and of the answers.
-        prefill_tokens_per_second, generated_tokens_per_second: these per second.
+        answered, errors: the number of lines of this call with an answer, and with an error.
+        finished_before: the number of lines that earlier calls finished.
+        errors_before: the number of lines with an error among them.
+        stopped: True if `stop` was set before the end of the file.
+        seconds: the time from the start of the engine to the last answer.
+        lines_per_second: the rate of lines with an answer or an error.
+        prefill_tokens, generated_tokens: the number of prompt tokens that were computed, and of tokens in
+            answers.
+        prefill_tokens_per_second, generated_tokens_per_second: the rates of these tokens.
         hits: the fraction of prompt tokens that the prefix cache had.
         preemptions: how often a row was preempted.
-        finish_reasons: how many answers ended by each finish_reason.
-        ttft_seconds, tpot_seconds: as in `EngineStats`.
+        finish_reasons: the number of answers with each finish_reason.
+        ttft_seconds, tpot_seconds: percentiles of latencies in seconds (see `EngineStats`).
     """
 
     answered: int
@@ -121,36 +122,41 @@ def generate_file(  # noqa: PLR0913  a public function
     starting: AbstractContextManager[object] | None = None,
     **engine: Unpack[EngineSettings],
 ) -> BatchReport:
-    """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
-    killed, call this again with the same arguments: it resumes, and ends with the same lines.
+    """Answers every line of a file, and appends each answer to an output file when it is finished.
+
+    If a run is killed, call the function again with the same arguments. It resumes, and the output ends with
+    the same lines.
 
     Args:
-        model: from `load_model`.
-        input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is decompressed.
-        output: a file; OUTPUT.progress beside it records which lines are finished.
-        options: defaults for what a line leaves out. Without `options.sampling` these are the settings of the
-            model's generation_config.json.
-        seed: a line without a seed gets key(seed), into which four numbers are folded in turn: the first four
-            uint32, little-endian, of the sha256 of its custom_id or number.
-        raw, system: as in `encode_prompt`, for lines with a prompt.
-        score: lines are {"prompt": …, "completions": […]} or {"text": …}; answers are log-probabilities. An
-            empty completion has the log-probability 0, of 0 tokens.
-        in_order: answers have the order of their lines.
-        model_names: names that a line may give as its `model`; another name is an error of that line. None:
-            where the model was loaded from, the last part of that, or its model_type.
-        shard: (i, n): answers only lines i + 1, i + 1 + n, … and writes to OUTPUT.i-of-n.
-        stop: when it is set, no more lines start, and running ones have `grace` seconds to end.
-        progress: show a bar on standard error if it is a terminal; else log a line a minute, at level INFO.
-        escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
-        starting: a context manager that is entered while the engine starts, which compiles programs.
-        engine: fields of `EngineOptions`.
+        model: a model from `load_model`.
+        input: the input file. A line is {"prompt": …}, {"messages": …}, or a line of the OpenAI batch API. A
+            file that ends in .gz is decompressed.
+        output: the output file. The file OUTPUT.progress next to it records the finished lines.
+        options: defaults for the options that a line does not give. If `options.sampling` is None, the
+            defaults are the settings of the model's generation_config.json.
+        seed: the seed of lines without a seed. Such a line gets key(seed), into which four numbers are folded
+            in turn: the first four uint32, little-endian, of the sha256 of its custom_id or number.
+        raw, system: as for `encode_prompt`, for lines with a prompt.
+        score: True scores given texts. A line is then {"prompt": …, "completions": […]} or {"text": …}, and
+            its answer has log-probabilities. An empty completion has the log-probability 0, with 0 tokens.
+        in_order: True writes the answers in the order of their lines.
+        model_names: names that a line may give as its `model`. Another name is an error of that line. None
+            allows the name from which the model was loaded, the last part of this name, and the model_type.
+        shard: a pair (i, n). The call answers only lines i + 1, i + 1 + n, …, and writes to OUTPUT.i-of-n.
+            None answers all lines.
+        stop: an event. When you set it, no more lines start, and running ones have `grace` seconds to end.
+        grace: the time, in seconds, for running lines after `stop`.
+        progress: True shows a bar on standard error if it is a terminal. Otherwise it logs a line a minute,
+            at level INFO.
+        escape_control_tokens: as for `encode_prompt`, for lines with messages or a prompt that is not raw.
+        starting: a context manager that is entered while the engine starts and compiles programs.
+        engine: fields of `EngineOptions`, for example `rows=16`.
 
     Returns:
-        Counts, rates and times of this call, as in the command's --report; `errors_before` is the number of
-        error lines among those that earlier calls finished.
+        A `BatchReport` with counts, rates and times of this call, which the command writes to --report.
 
     Raises:
-        InputError: a file or an argument is invalid, or the disk is full; finished lines stay.
+        InputError: a file or an argument is invalid, or the disk is full. Finished lines stay in the output.
     """
     if not isinstance(model, Model):
         raise InputError("model must be what load_model gives")

@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class KVCache(ShortRepr):
-    """Keys and values of every layer, and how much of each row is filled.
+    """The KV cache: keys and values of every layer, and the filled length of each row. It is a pytree.
+
+    `init_cache` returns an empty one. `prefill`, `decode_step` and `forward` return it with their tokens
+    appended.
 
     Attributes:
-        layers: a `LayerCache` for each mixer that has its own, in order.
-        length_B: int32: tokens cached in each row; the next one has this position.
-        overflow_B: bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated
+        layers: a `LayerCache` for each mixer that has its own cache, in order.
+        length_B: int32: the number of tokens in each row. It is the position of the next token.
+        overflow_B: bool: tokens beyond the capacity were dropped, or a layer has lost keys that a truncated
             row needs.
-        reached_B: int32: the longest each row has been; None without rings and states.
-        longest_B: int32: tokens that each row may come to have, which decide on longrope's factors; None:
-            they are fixed.
-        routed_experts: `RoutePages` with the experts that the tokens used; None: they are not recorded.
+        reached_B: int32: the largest length that each row has had. None: no layer is a ring or has a state.
+        longest_B: int32: the length that each row may reach, which decides on the factors of longrope. None:
+            the factors are fixed.
+        routed_experts: a `RoutePages` with the experts that the tokens used. None: they are not recorded.
     """
 
     layers: tuple[LayerCache, ...]
@@ -56,22 +59,26 @@ class KVCache(ShortRepr):
 
     @property
     def k(self) -> tuple[Stored, ...]:
-        """The keys of each layer that has some; in caches side by side (TPUs) its values too."""
+        """The keys of each layer that has keys. If a cache stores keys and values side by side (TPUs), `k`
+        has both.
+        """
         return tuple(layer.k for layer in self.kv_layers)
 
     @property
     def v(self) -> tuple[Stored | None, ...]:
-        """The values of each layer; None where `k` has them."""
+        """The values of each layer. An entry is None if `k` has the values."""
         return tuple(layer.v for layer in self.kv_layers)
 
     @property
     def dtype(self) -> str:
-        """The dtype argument of `init_cache`, as a name."""
+        """The name of the `dtype` that `init_cache` got."""
         return next((layer.dtype_name for layer in self.kv_layers), "float32")
 
     @property
     def fits(self) -> tuple[tuple, ...]:
-        """Of each layer the key heads and head_dim, or the shapes of its state, of models that can use it."""
+        """The shapes that a model needs to use this cache: for each layer its key heads and head_dim, or its
+        state.
+        """
         return tuple(layer.fits for layer in self.layers)
 
     @property
@@ -81,23 +88,24 @@ class KVCache(ShortRepr):
 
     @property
     def most_at_once(self) -> int:
-        """The most tokens that one call may append to a row; with a ring fewer than the capacity."""
+        """The most tokens that one call can append to a row. With a ring it is less than the capacity."""
         return min(layer.most_at_once for layer in self.layers)
 
     def truncate(self, length_B: ArrayLike) -> "KVCache":
-        """Returns the cache with shorter rows: the next tokens overwrite what comes after. Both caches share
-        their keys and values.
+        """Returns the cache with shorter rows. The next tokens overwrite the rest.
 
-        Outside a trace it waits for the device if a layer is a ring or has a state. Under your jit a negative
-        length means 0.
+        Both caches share their keys and values. Outside a trace the call waits for the device if a layer is a
+        ring or has a state. Under your `jit`, a negative length means 0.
 
         Args:
-            length_B: tokens that each row keeps, int [B], or one number for all rows. A longer length changes
-                nothing.
+            length_B: the number of tokens that each row keeps: int [B], or one number for all rows. A length
+                above the present one changes nothing.
 
         Raises:
-            InputError: the lengths are not whole numbers of at least 0, one or one per row; or a ring has
-                overwritten keys that a row of that length needs (under your jit: flagged in `overflow_B`).
+            InputError: the lengths are not integers of at least 0.
+            InputError: there is not one length, or one per row.
+            InputError: a ring has overwritten keys that a row of that length needs. Under your `jit` this is
+                flagged in `overflow_B` instead.
         """
         from .truncation import truncate  # optional: truncated rows
 
@@ -119,22 +127,33 @@ def init_cache(
     dtype: Dtype | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """An empty cache. A sliding-window layer keeps window + `RING_SLACK` - 1 slots, rounded up, if that is
-    less than the capacity.
+    """Returns an empty KV cache for a model.
+
+    The cache of a sliding-window layer has window + `RING_SLACK` - 1 slots, rounded up, if that is less than
+    the capacity.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> cache = xj.init_cache(model.config, rows=2, capacity=64, dtype="bfloat16")
+        >>> cache.capacity, cache.length_B.tolist()
+        (64, [0, 0])
 
     Args:
-        config: of the model.
-        rows: B, the number of sequences (elsewhere: batch_size).
-        capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in
-            a process with a TPU.
-        dtype: of K and V: a float type, or a name in the table of cache dtypes (`plugins.TABLE`), such as
-            "int8"; None: float32 on CPU, bfloat16 on GPU and TPU.
-        mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are, and by
-            rows over "data" if it has that axis.
+        config: the config of the model.
+        rows: the number B of sequences (other libraries: batch_size).
+        capacity: the most tokens that each row can hold. The number S of slots is the capacity rounded up to
+            a multiple of 8, or to a multiple of 128 in a process with a TPU.
+        dtype: the dtype of keys and values: a float type, or the name of a cache dtype, for example "int8"
+            (`plugins.TABLE` lists them). None takes float32 on a CPU, and bfloat16 on a GPU or TPU.
+        mesh: a mesh. Keys and values are sharded over its axis "model" by key heads, like the parameters, and
+            over its axis "data" by rows, if it has that axis. None does not shard them.
 
     Raises:
-        InputError: rows or capacity below 1; a model without caches; too little memory; or, with rope type
-            `dynamic` or `longrope`, a capacity above the original maximum.
+        InputError: `rows` or `capacity` are below 1.
+        InputError: the model has no cache.
+        InputError: there is too little memory.
+        InputError: the rope type is `dynamic` or `longrope`, and the capacity exceeds the original maximum.
     """
     check_config(config)
     check_causal(config, "a KV cache")

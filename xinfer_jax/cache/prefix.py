@@ -19,17 +19,18 @@ _Rows = Sequence[Sequence[int]]  # of token ids
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Prefix:
-    """A cache and the tokens in it, row by row.
+    """A KV cache and the tokens in it, for reuse in a later call.
 
-    `generate` returns one with keep_prefix. One made by hand, of a cache that `prefill` filled, needs no
-    model.
+    `generate` with `keep_prefix=True` returns one, and `GenerateOptions(prefix=…)` takes it. You can also
+    make one from a cache that `prefill` filled: it needs no `model`.
 
     Attributes:
-        tokens: for each row, the ids whose keys and values the cache holds.
-        cache: these keys and values; it may have further, empty rows. Of an answer that was stopped early a
-            recurrent state may be that of more tokens: `shared` finds that out, the functional API does not.
-        model: the `fingerprint` of the model that computed them; None: not checked.
-        factors: the longrope factors that rotated the keys; () for other models.
+        tokens: for each row, the ids whose keys and values the cache has.
+        cache: the KV cache. It may have further rows, which are empty. After an answer that was stopped
+            early, a recurrent state may include more tokens. `shared` detects this, and the functional API
+            does not.
+        model: the `fingerprint` of the model that computed the cache. None: not checked.
+        factors: the longrope factors that rotated the keys. `()` for other models.
     """
 
     tokens: list[list[int]]
@@ -41,13 +42,16 @@ class Prefix:
         return f"Prefix({format_token_counts(self.tokens, 'row')}, {self.cache!r})"
 
     def shared(self, prompts: _Rows) -> np.ndarray:
-        """The number of tokens at the start of each prompt that the cache holds, int32 [B].
+        """Returns the number of tokens at the start of each prompt that the cache has, int32 [B].
 
-        At most all but the last, since a call needs the logits of that one; 0 where a ring no longer has keys
-        that the next token sees, or a recurrent state is that of more tokens.
+        It is at most the length of the prompt minus 1, since a call needs the logits of the last token. It is
+        0 if a ring has lost keys that the next token sees, or if a recurrent state includes more tokens.
+
+        Args:
+            prompts: the token ids of each row.
 
         Raises:
-            InputError: there are not as many prompts as rows.
+            InputError: the number of prompts differs from the number of rows.
         """
         if len(prompts) != len(self.tokens):
             raise InputError(
@@ -62,7 +66,7 @@ class Prefix:
         return np.where(can_truncate(self.cache, shared_B), shared_B, 0)[: len(prompts)]
 
     def check_call(self, prompts: _Rows, capacity: int | None, dtype: str | None) -> None:
-        """Raises InputError where these prompts, or a cache of this capacity and dtype, do not go with it."""
+        """Raises `InputError` if these prompts, or a cache of this capacity and dtype, do not fit."""
         self.shared(prompts)
         cache = self.cache
         if capacity not in (None, cache.capacity):
@@ -74,8 +78,14 @@ class Prefix:
             raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
 
     def usable(self, params: Params, config: ModelConfig) -> "Prefix":
-        """This prefix, or an empty one where its keys were rotated by other longrope factors than the call's.
-        config: with the factors fixed. Raises InputError as `check`.
+        """Returns this prefix, or an empty one if other longrope factors than the factors of the call rotated
+        its keys.
+
+        Args:
+            params, config: the parameter tree of the model, and its config with fixed factors.
+
+        Raises:
+            InputError: `check` raises it.
         """
         self.check(params, config)
         if self.factors == config.rope.short_factor:
@@ -83,8 +93,8 @@ class Prefix:
         return dataclasses.replace(self, tokens=[[] for _ in self.tokens], cache=truncate(self.cache, 0))
 
     def check(self, params: Params, config: ModelConfig) -> None:
-        """Raises InputError where another model computed it, or its tokens do not match the lengths in its
-        cache.
+        """Raises `InputError` if another model computed the prefix, or if its tokens do not match its cache's
+        lengths.
         """
         lengths = [len(row) for row in self.tokens]
         if self.cache.fits != expected_fits(config) or self.model not in (None, fingerprint(params, config)):

@@ -27,10 +27,17 @@ _FORMAT = 6  # earlier ones have a fingerprint of another config
 
 @in_default_modes
 def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str | Path) -> None:
-    """Writes a prefix to a safetensors file: tokens, keys, values and the model's fingerprint.
+    """Writes a prefix to a safetensors file: tokens, keys, values and the fingerprint of the model.
+
+    For example, you can compute a long system prompt once, and load its prefix in later processes.
+
+    Args:
+        params, config: the parameter tree of the model that computed the prefix, and its config.
+        prefix: a `Prefix`, from `generate` with `keep_prefix=True`.
+        path: the file to write.
 
     Raises:
-        InputError: the file cannot be written; another model computed the prefix.
+        InputError: the file cannot be written, or another model computed the prefix.
     """
     check_order("save_prefix(params, config, prefix, path)", params, path)
     if not isinstance(prefix, Prefix):
@@ -57,16 +64,21 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
 
 @in_default_modes
 def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity: int | None = None) -> Prefix:
-    """Reads what `save_prefix` wrote.
+    """Reads a prefix from a file that `save_prefix` wrote, for `GenerateOptions(prefix=…)`.
 
     Args:
-        params, config: the model, which must have computed the prefix.
+        params, config: the parameter tree and the config of the model. It must be the model that computed the
+            prefix.
         path: the file.
-        capacity: of the cache, at most the model's context limit; None: as saved.
+        capacity: the most tokens that a row of the cache can hold, at most the context length. None takes the
+            saved capacity.
+
+    Returns:
+        A `Prefix`.
 
     Raises:
-        InputError: the file does not exist, is damaged, is of an older version or another model, or exceeds
-            the capacity.
+        InputError: the file does not exist or is damaged, an older version or another model wrote it, or the
+            prefix exceeds the capacity.
     """
     check_order("load_prefix(params, config, path)", params, path)
     check_config(config)

@@ -46,13 +46,14 @@ _FLOATS = {"F32", "F16", "BF16"}
 
 @dataclasses.dataclass
 class LoadStats:
-    """The cost of one `load_model` call.
+    """The time and the memory that one call of `load_model` took.
 
     Attributes:
-        seconds: wall time of opening and reading files, without the time between.
-        weight_bytes: of the parameter tree, in memory.
-        dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
-        skipped: names of tensors that are not read, as of images, as patterns with how many there are.
+        seconds: wall time of opening and reading files, in seconds. Pauses between the two are not counted.
+        weight_bytes: bytes of the parameter tree in memory.
+        dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights, for example "int8".
+        skipped: names of the skipped tensors, for example of an image encoder. Each entry is a pattern with
+            the number of tensors that match it.
     """
 
     seconds: float
@@ -63,7 +64,11 @@ class LoadStats:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """A model, as `load_model` returns it, or of one's own arrays: `Model(params, config)`.
+    """A model: parameters, config, tokenizer and defaults.
+
+    `load_model` returns a `Model`. You can also make one from your arrays with `Model(params, config)`. The
+    constructor raises `InputError` if leaves are missing, unknown or of a wrong shape, and the message names
+    all of them.
 
     Attributes:
         params: the parameter tree: nested dicts and tuples of arrays or quantized leaves.
@@ -72,10 +77,10 @@ class Model:
         generation_config: the contents of generation_config.json, or an empty dict. `sampling_config` reads
             it.
         load_stats: the time and the bytes of loading.
-        name: the directory or the hub name that it was loaded from, without a revision; "bundled"; or "".
-        embedding: how its checkpoint makes vectors of texts, or None if the checkpoint does not say.
-
-    An InputError names all leaves that are missing, unknown or misshapen.
+        name: the directory or the hub name of the checkpoint, without its revision. It is "bundled" for the
+            bundled checkpoint, and "" for a model that you made from arrays.
+        embedding: the way in which the checkpoint makes vectors of texts, for `embed_texts`. None: the
+            checkpoint does not say.
     """
 
     params: Params
@@ -93,17 +98,17 @@ class Model:
             object.__setattr__(self, "load_stats", LoadStats(0.0, tree_bytes(self.params), dtype))
 
     def sampling_config(self, **settings: Unpack[SamplingSettings]) -> SamplingConfig:
-        """Returns the sampling settings of generation_config.json, with the given ones in their place.
+        """Returns the sampling settings of generation_config.json, with your settings in their place.
 
-        Functions of a `Model`, the commands and the server use these settings for what a caller does not
-        give.
+        Functions of a `Model`, the commands and the server use these settings if a caller gives no others.
+        For example, `model.sampling_config(temperature=0.5)` keeps the checkpoint's `top_p`.
 
         Args:
-            settings: fields of `SamplingConfig`: `model.sampling_config(temperature=0.5)`.
+            settings: fields of `SamplingConfig`. They replace the fields of the file.
 
         Raises:
-            InputError: a name that is no field; a value out of range; a setting of the file that is not
-                supported.
+            InputError: a name is not a field of `SamplingConfig`, a value is out of range, or the file has a
+                setting that is not supported.
         """
         fields = [field.name for field in dataclasses.fields(SamplingConfig)]
         if unknown := [name for name in settings if name not in fields]:
@@ -117,7 +122,7 @@ class Model:
 
     @property
     def about(self) -> str:
-        """Its type, parameters, bytes, vocabulary and context, in a line."""
+        """One line with the model's type, parameters, bytes, vocabulary and context."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
         millions = sum(math.prod(leaf.shape) for leaf in leaves) / 1e6
         stats = self.load_stats
@@ -162,39 +167,57 @@ def load_model(  # noqa: PLR0913  a public function
     subfolder: str = "",
     local_files_only: bool = False,
 ) -> Model:
-    """Loads a Hugging Face checkpoint.
+    """Loads a Hugging Face checkpoint or a GGUF file, and returns it as a `Model`.
+
+    Without arguments it loads the small bundled checkpoint, so you can try the library offline.
+
+    Quantized matrices keep their stored format if this library has a leaf for it: GGUF, AWQ, GPTQ, AutoRound,
+    BitNet, MLX, MXFP4, and the integers of compressed-tensors and bitsandbytes. Matrices in FP8, NVFP4, NF4
+    and FP4 become floats on every device, unless you pass `quantize="fp8"` for FP8.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()  # or xj.load_model("Qwen/Qwen2.5-0.5B-Instruct")
+        >>> model.config.num_hidden_layers, model.config.vocab_size
+        (4, 1920)
 
     Args:
-        path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
-            name such as "owner/name" or "owner/name@revision", or a GGUF file. None loads the bundled
-            checkpoint. Quantized matrices stay as they are stored if a leaf has that format: GGUF, AWQ, GPTQ,
-            AutoRound, BitNet, MLX, MXFP4, and whole numbers of compressed-tensors and bitsandbytes. Matrices
-            in FP8, NVFP4, NF4 and FP4 become floats on every device, unless you ask for FP8.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint has. None chooses float32 on a CPU and
-            bfloat16 on other devices. Matrices in FP8, NVFP4, NF4 and FP4 become bfloat16 then.
+        path_or_repo_id: a directory with config.json and safetensors files, a name on the hub such as
+            "owner/name" or "owner/name@revision", or a GGUF file. Functions of text also need tokenizer.json
+            in the directory. None loads the bundled checkpoint.
+        dtype: the dtype of floats: float32, bfloat16 or float16, whatever the checkpoint has. None chooses
+            float32 on a CPU and bfloat16 on other devices. If it is None, matrices in FP8, NVFP4, NF4 and FP4
+            become bfloat16.
         quantize: "int8" or "int4" quantizes the matrices while they are loaded, by rounding to nearest. With
-            "fp8" the matrices of a checkpoint in FP8 stay as they are stored (E4M3, with a scale for each
-            matrix, output, or 128 × 128 numbers). Other matrices, and matrices whose blocks a mesh cuts,
-            are read as without `quantize`. None quantizes nothing.
-        mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`). Each
-            process reads only the part that its devices hold. If the mesh has more devices than the model has
-            key/value heads, the heads are repeated, also in the config.
-        activations: "int8", together with `quantize`, also quantizes activations on a CPU, with one scale per
-            token. With int4 this is done for more than 3 or 4 tokens at a time. Prefill and batches are
-            faster then, and less accurate. Inputs of weights are rotated in blocks against outliers (QuaRot),
-            and products rotate their activations. None: activations keep 16 bits.
-        dequantize: True: matrices that would stay quantized become floats, or are quantized again as
-            `quantize` says. Matrices of GGUF files are quantized again without it too.
-        revision: a branch, a tag or a commit of a repository on the hub, which pins the files. None takes the
-            default branch.
+            "fp8" the matrices of an FP8 checkpoint stay as they are stored (E4M3, with a scale for each
+            matrix, output, or 128 × 128 numbers). "fp8" does not change other matrices, nor matrices whose
+            blocks a mesh cuts. None quantizes nothing.
+        mesh: a mesh with an axis "model". The parameters, and arrays computed from them, are sharded over
+            this axis (see `xj.params.shardings`). Each process reads only the part that its devices hold. If
+            the mesh has more devices than the model has key/value heads, the heads are repeated, also in the
+            config. None puts all parameters on the default device.
+        activations: "int8" also quantizes activations on a CPU, with one scale per token. It needs
+            `quantize`. With "int4" matrices, activations are quantized if a call has more than 3 or 4 tokens.
+            Prefill and batches are then faster and less accurate. To limit outliers, inputs of weights are
+            rotated in blocks (QuaRot, Ashkboos et al. 2024), and products rotate their activations. None
+            keeps activations in floats.
+        dequantize: True converts the stored quantized matrices to floats, or quantizes them again as
+            `quantize` says. Matrices of GGUF files are quantized again without this option too.
+        revision: a branch, a tag or a commit of a repository on the hub. Pass a commit to pin the files. None
+            takes the default branch.
         token: an access token of the hub. True takes the token of `hf auth login`, and False sends no token.
             None takes the token of `hf auth login` or of the environment variable HF_TOKEN, if there is one.
         subfolder: the folder of the repository, or of the directory, that has the files. "" is its root.
         local_files_only: True takes only files that were downloaded before, and does not ask the hub.
 
+    Returns:
+        A `Model` with parameters, config, tokenizer and the settings of generation_config.json.
+
     Raises:
-        InputError: files are missing, unreadable or do not fit the config (the message names every tensor at
-            fault); a directory or a file has a revision; a checkpoint cannot be downloaded.
+        InputError: files are missing, are unreadable or do not fit the config. The message names every such
+            tensor.
+        InputError: you gave a revision for a directory or a file.
+        InputError: a checkpoint cannot be downloaded.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     checkpoint = open_checkpoint(

@@ -64,27 +64,44 @@ def save_model(
     dtype: Dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint directory: `load_model` and transformers' `AutoModelForCausalLM` open it.
+    """Writes a checkpoint directory, which `load_model` and transformers' `AutoModelForCausalLM` open.
 
-    The directory appears when it is whole. One tensor at a time is on the host beside the parameters.
-    Over several processes each calls this, and process 0 writes.
+    The directory appears only when all files are written, so a crash leaves no half checkpoint. Next to the
+    parameters, one tensor at a time is on the host. If the parameters are sharded over several processes,
+    call this in each of them. Process 0 writes the files.
+
+    Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, MXFP4 or
+    W4A16. Matrices that this library quantized are written in this library's own format, which only this
+    library reads.
+
+    Example:
+        >>> import tempfile
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     xj.save_model(model.params, model.config, f"{folder}/tuned", tokenizer=model.tokenizer)
+        ...     xj.load_model(f"{folder}/tuned").config == model.config
+        True
 
     Args:
-        params: of the model. Quantized matrices are written in the format of the files that they are from
-            (AWQ, GPTQ, BitNet, MXFP4, W4A16); those that this library quantized in its own.
-        config: of the model, as `load_model` or `ModelConfig.from_hf` returns it.
-        path: the directory, or a symbolic link to it.
-        tokenizer: whose files are written.
-        like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
-            are as there, and tensors and small files that this library does not read are copied from it.
-            Key heads that a mesh repeated are written once.
-        max_shard_bytes: of a file, where no single tensor is larger.
-        dtype: of floats: float32, bfloat16 or float16; None: as they are.
-        overwrite: a checkpoint at `path` is replaced. It is PATH.old while the new one takes its place.
+        params: the parameter tree of the model.
+        config: the config of the model, from `load_model` or `ModelConfig.from_hf`.
+        path: the directory to write, or a symbolic link to it.
+        tokenizer: a tokenizer whose files are written too. None writes no tokenizer.
+        like: the path of a checkpoint with this config, for example the checkpoint that you fine-tuned. It
+            may be a model that also takes images, and it may be `path` itself. Tensor names and config.json
+            then follow `like`. Tensors and small files that this library does not read are copied from it.
+            Key heads that a mesh repeated are written once. None writes the tensor names of
+            the model's family, and a config.json from `config`.
+        max_shard_bytes: the largest size of a file in bytes, unless a single tensor is larger.
+        dtype: the dtype of written floats: float32, bfloat16 or float16. None keeps the dtype of each array.
+        overwrite: True replaces a checkpoint that exists at `path`. While the new directory takes its place,
+            the old one is named PATH.old.
 
     Raises:
-        InputError: the parameters do not fit the config, or the config not `like`; matrices that the format
-            cannot have, by name; `path` exists, or cannot be written.
+        InputError: the parameters do not fit the config, or the config does not fit `like`.
+        InputError: the format cannot store some matrices. The message names them.
+        InputError: `path` exists or cannot be written.
     """
     check_order("save_model(params, config, path)", params, path)
     check_params(params, config)

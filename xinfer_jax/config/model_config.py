@@ -19,41 +19,45 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """All numbers of a model. Fields have the names of config.json.
+    """The config of a model: its shape and settings. Fields have the names of config.json.
 
-    A config is a pytree without leaves, so it is static under `jit`: `jax.jit(f)(params, config, tokens_BT)`
-    needs no `static_argnums`, and another config compiles another program.
+    A config is a pytree without leaves, so it is static under `jit`. For example,
+    `jax.jit(f)(params, config, tokens_BT)` needs no `static_argnums`, and another config compiles another
+    program.
 
     Attributes:
-        model_type: the family.
-        vocab_size: V.
-        hidden_size: D.
-        intermediate_size: F.
-        num_hidden_layers: L. `dataclasses.replace` with a smaller number leaves out the last layers.
-        num_attention_heads: N.
-        num_key_value_heads: K.
-        head_dim: H.
-        max_position_embeddings: tokens of the longest sequence, before rope scaling.
-        rms_norm_eps: added to the mean square under a norm's root.
-        tie_word_embeddings: lm_head is the embedding matrix.
-        rope: the rotary embedding.
-        layers: what each layer is made of, also where that differs from these numbers. Not hashed.
-        norm_offset: norms multiply by norm_offset + weight in float32, and round last; None: they round, and
-            then multiply by the weight. In float32 None and 0 are the same.
-        hidden_act: "silu", "gelu_pytorch_tanh" or "relu2" (relu, squared).
-        embed_scale: factor on embeddings, in their dtype.
-        residual_multiplier: factor on what attention and MLP add to the hidden states.
-        logits_scaling: logits are divided by it.
-        final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
-        hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
-        vocab_size_per_layer_input: rows of the matrix of these embeddings.
-        eos_token_ids: ids that end an answer; from `load_model`, else (). `==` does not compare them, so
-            functions of this library share their programs. A function of yours that reads them under `jit` is
-            compiled for each, unless you pass the config by `static_argnums`, which asks `==`.
-        placeholder_ids: ids of images and sound, which no prompt may have, with their names.
-            As eos_token_ids.
-        quantization_config: of config.json, if matrices are quantized as its files have them. As
-            eos_token_ids.
+        model_type: the family, for example "qwen2".
+        vocab_size: V, the number of token ids.
+        hidden_size: D, the width of hidden states.
+        intermediate_size: F, the width of feed-forward layers.
+        num_hidden_layers: L. If you pass a smaller number to `dataclasses.replace`, the last layers are left
+            out.
+        num_attention_heads: N, the number of query heads.
+        num_key_value_heads: K, the number of key/value heads.
+        head_dim: H, the width of a head.
+        max_position_embeddings: the most tokens of a sequence, before rope scaling.
+        rms_norm_eps: the number that norms add to the mean square under the root.
+        tie_word_embeddings: True if lm_head is the embedding matrix.
+        rope: the rotary position embedding.
+        layers: the parts of each layer, also if they differ from the numbers above. It is not hashed.
+        norm_offset: norms multiply by norm_offset + weight in float32, and round last. None: they round
+            first, and then multiply by the weight. In float32 None and 0 are equal.
+        hidden_act: the activation function: "silu", "gelu_pytorch_tanh" or "relu2" (the square of relu).
+        embed_scale: the factor of embeddings, in their dtype.
+        residual_multiplier: the factor of the outputs that attention and MLP add to the hidden states.
+        logits_scaling: the number by which logits are divided.
+        final_logit_softcapping: a cap c of logits, which become c tanh(logit / c). None: no cap.
+        hidden_size_per_layer_input: the width of the part of a token's own embedding that each layer gets. 0:
+            none.
+        vocab_size_per_layer_input: the number of rows in the matrix of these embeddings.
+        eos_token_ids: ids that end an answer. `load_model` sets them, and without it they are (). `==` does
+            not compare them, so functions of this library share their programs. If your own function reads
+            them under `jit`, it is compiled for each value, unless you pass the config by `static_argnums`,
+            which compares with `==`.
+        placeholder_ids: the ids of images and sound, with their names. No prompt may have them. `==` does not
+            compare them.
+        quantization_config: the quantization_config of config.json, if matrices keep the quantization of its
+            files. `==` does not compare it.
     """
 
     model_type: str
@@ -92,15 +96,18 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
-        """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
+        """Returns the config of a Hugging Face config.json.
 
-        Returns:
-            The config, checked for consistency, without EOS ids, which `load_model` adds. If a model that
-            also sees does not say whether it is tied, this is the default of transformers 5, and `load_model`
-            goes by whether its files have a head.
+        Older and newer names of fields are accepted. The config is checked for consistency. It has no EOS
+        ids, and `load_model` adds them. If the config of a model with images does not say whether its
+        embeddings are tied, the default of transformers 5 is taken. `load_model` then checks whether the
+        files have a head.
+
+        Args:
+            hf: the parsed JSON object.
 
         Raises:
-            InputError: an unknown model_type, a missing or impossible value, or a setting that is not
+            InputError: the model_type is unknown, a value is missing or impossible, or a setting is not
                 supported.
         """
         from ..families.reading import from_hf  # optional: settings of a checkpoint
@@ -109,37 +116,37 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a prompt and its answer; linear and yarn scaling extend the trained length."""
+        """The most tokens of a prompt and its answer. Linear and yarn scaling extend the trained length."""
         longest = self.max_position_embeddings
         rope = self.rope
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
 
     def mixers(self, layer: int) -> "tuple[Mixer, ...]":
-        """The mixers of a layer."""
+        """Returns the mixers of a layer."""
         return tuple(map(self._mixer, self.layers[layer].mixers))
 
     def _mixer(self, spec: MixerSpec) -> "Mixer":
         return plugin("mixer", spec.kind)(self, spec)
 
     def feed_forward(self, layer: int) -> "FeedForward | None":
-        """The feed-forward of a layer; None: it has none."""
+        """Returns the feed-forward of a layer. None: it has none."""
         spec = self.layers[layer].feed_forward
         return None if spec is None else plugin("feed_forward", spec.kind)(self, spec)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The experts, which are the same in all layers that have some; None: none has."""
+        """The experts, which are equal in all layers that have experts. None: no layer has experts."""
         return next((layer.experts for layer in self.layers if layer.experts), None)
 
     @property
     def num_experts(self) -> int:
-        """X; 0: there are no experts."""
+        """X, the number of experts. 0: there are no experts."""
         return self.experts.num_experts if self.experts else 0
 
     @property
     def num_experts_per_tok(self) -> int:
-        """Experts of each token."""
+        """The number of experts that each token uses."""
         return self.experts.num_experts_per_tok if self.experts else 0
 
     @property
@@ -149,18 +156,20 @@ class ModelConfig:
 
     @cached_property
     def cached_mixers(self) -> "tuple[Mixer, ...]":
-        """The mixers with a cache of their own, in the order of `KVCache.layers`."""
+        """The mixers that have their own cache, in the order of `KVCache.layers`."""
         return tuple(self._mixer(spec) for spec in self.mixer_specs if _has_cache(spec))
 
     @property
     def shares_kv(self) -> bool:
-        """Whether mixers use the keys and values of others."""
+        """True if some mixers use the keys and values of other mixers."""
         return not all(map(_has_cache, self.mixer_specs))
 
     @cached_property
     def caches_of_layers(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer the index in `KVCache.layers` of the cache that each of its mixers uses: its own, or
-        that of the last mixer before it of its kind that has one, and a window, or none, as it does.
+        """For each layer, the index in `KVCache.layers` of the cache that each of its mixers uses.
+
+        A mixer uses its own cache. If it has none, it uses the cache of the last mixer before it that has a
+        cache, is of its kind, and has a window if and only if this mixer has one.
         """
         last: dict[tuple[str, bool], int] = {}
         count = 0
@@ -177,7 +186,7 @@ class ModelConfig:
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer; None: it has none."""
+        """The sliding window of each layer. None: the layer has no window."""
         return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
     @property
@@ -187,7 +196,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(widths))
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The rotary embedding of a layer's attention; None: it has none."""
+        """Returns the rotary embedding of a layer's attention. None: it has none."""
         return self._rope_of(self.layers[layer].attention)
 
     def _rope_of(self, spec: Any) -> RopeConfig | None:

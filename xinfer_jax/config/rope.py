@@ -5,18 +5,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, with the field names of Hugging Face's `rope_parameters`.
+    """A rotary position embedding (RoPE, Su et al. 2021).
+
+    Fields have the names of Hugging Face's `rope_parameters`.
 
     Attributes:
-        rope_type, rope_theta, factor: the kind of frequencies, their base, and the factor of the context.
-        original_max_position_embeddings: llama3, yarn, longrope: context length of the first training.
-        low_freq_factor, high_freq_factor: llama3.
-        attention_factor: yarn, longrope: scale of cos and sin; None: from factor.
-        beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
-        partial_rotary_factor: the leading part of each head that is rotated.
-        short_factor: longrope: divides each pair's frequency, up to that length.
-        long_factor: longrope: the same for longer sequences.
-        head_dim: of the layers that use it; None: that of the model.
+        rope_type, rope_theta, factor: the type of scaling, the base of the frequencies, and the factor of the
+            context length.
+        original_max_position_embeddings: llama3, yarn and longrope: the context length of the first training.
+        low_freq_factor, high_freq_factor: llama3: the bounds between low, medium and high frequencies.
+        attention_factor: yarn and longrope: the scale of cos and sin. None computes it from `factor`.
+        beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn: the fields of the same names in
+            transformers.
+        partial_rotary_factor: the leading part of each head that is rotated, 0 to 1.
+        short_factor: longrope: the divisors of each pair's frequency, for sequences up to the original
+            length.
+        long_factor: longrope: the divisors of each pair's frequency, for longer sequences.
+        head_dim: the head width of the layers that use it. None: the model's `head_dim`.
     """
 
     rope_type: str = "default"
@@ -38,12 +43,14 @@ class RopeConfig:
 
     @property
     def switches_at(self) -> int | None:
-        """The length beyond which all angles of a sequence change (longrope); None: they never change."""
+        """The length beyond which all angles of a sequence change (longrope). None: they never change."""
         return None if self.short_factor == self.long_factor else self.original_max_position_embeddings
 
     def rotated_width(self, head_dim: int) -> int:
-        """The leading part of a head in which pairs are rotated. `proportional` rotates pairs of the whole
-        head, those beyond its part by the angle 0.
+        """Returns the width of the leading part of a head in which pairs are rotated.
+
+        The type `proportional` rotates pairs of the whole head. It rotates pairs beyond the part by the angle
+        0.
         """
         width = self.head_dim or head_dim
         return width if self.rope_type == "proportional" else int(width * self.partial_rotary_factor)

@@ -57,20 +57,22 @@ class Progress(NamedTuple):
 
 
 class Answer:
-    """One answer of a request. Iterating gives its ids as they are sampled; every iteration starts at the
-    first.
+    """One answer of a request. Iterate over it to get its ids as they are sampled.
+
+    Every iteration starts at the first id. `Request.answers` has the answers of a request.
 
     Attributes:
         tokens: all ids that were sampled so far, with the EOS or stop id that ended them.
-        text_ids: the same without that id. `num_text_ids` is their number.
-        logprobs: the model's log-probability of each token.
-        processed_logprobs: those after the logits processors, if its request asks for them.
-        alternatives: with options.logprobs: of each token.
-        number: its place among the answers of its request.
-        switches: the versions of the engine's parameters, for `Engine.replay`.
+        text_ids: the ids without that last id. `num_text_ids` is their number.
+        logprobs: the natural log-probability of each token, before any logits processor.
+        processed_logprobs: the log-probability of each token after the logits processors, if the request asks
+            for it.
+        alternatives: the alternatives of each token, if the request has `options.logprobs`.
+        number: the index of the answer among the answers of its request.
+        switches: the versions of the engine's parameters that computed the answer, for `Engine.replay`.
         ended_by: "eos", "stop" (an id), "stop string", "length", "cancelled", "deadline", "aborted" (by
-            `Engine.update` or `Engine.pause`) or "error"; None before the end.
-        finish_reason, stop_reason: as in `GenerateOutput`; None before the end.
+            `Engine.update` or `Engine.pause`) or "error". None: the answer has not ended.
+        finish_reason, stop_reason: see `GenerateOutput`. None: the answer has not ended.
     """
 
     routes = OldAttribute("routed_experts")
@@ -96,27 +98,30 @@ class Answer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has keys, or had some."""
+        """True if keys of the answer are in the cache, or were there."""
         return bool(self.switches or self.row.num_computed)
 
     @property
     def num_text_ids(self) -> int:
-        """How many of `tokens` have text: all, or all but the EOS or stop id that ended them."""
+        """The number of tokens that have text: all of `tokens` except an EOS or stop id at the end."""
         count = len(self.tokens)
         return count - (count > 0 and self.tokens[count - 1] in self.request.call.end_ids)
 
     @property
     def text_ids(self) -> list[int]:
+        """The ids that have text: all of `tokens` except an EOS or stop id at the end."""
         return self.tokens[: self.num_text_ids]
 
     @property
     def token_versions(self) -> list[int]:
-        """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
+        """For each entry of `logprobs`, the version of the parameters that sampled the token."""
         return [switch.version for switch in self._switch_of_tokens]
 
     @property
     def adapter_versions(self) -> list[int]:
-        """Of each of `logprobs`, the version of its adapter then, if its request has one."""
+        """For each entry of `logprobs`, the version of the adapter that sampled the token. 0: there is no
+        adapter.
+        """
         return [switch.adapter_version for switch in self._switch_of_tokens]
 
     @property
@@ -126,9 +131,12 @@ class Answer:
 
     @property
     def routed_experts(self) -> np.ndarray | None:
-        """int32 [tokens of the prompt and of `sampled`, L, U] at the end, if its request asks for them: the
-        experts that each token used when its keys were computed, as `score` takes them. -1: of the last
-        token, which had no keys yet, and of all if the answer ended while it had no slot.
+        """The experts that each token used, as `score` takes them, once the answer has ended. None: not asked
+        for.
+
+        int32 [tokens of the prompt and of the answer, L, U]: the experts at the time when the keys of a token
+        were computed. Entries are -1 for the last token, which had no keys yet. All entries are -1 if the
+        answer ended while it had no slot.
         """
         if not self.request.request_options.return_routed_experts:
             return None
@@ -140,9 +148,10 @@ class Answer:
 
     @property
     def support(self) -> np.ndarray | None:
-        """uint32 [entries of `logprobs`, ceil(V/32)], if its request asks for it: the sampling mask of each
-        token, as `score` takes it. If the processors and filters left id v, bit v % 32 of word v // 32 is
-        set.
+        """The sampling mask of each token, as `score` takes it. None: the request did not ask for it.
+
+        uint32 [entries of `logprobs`, ceil(V/32)]: if the processors and filters allowed id v, bit `v % 32`
+        of word `v // 32` is set.
         """
         if not self.request.request_options.return_support:
             return None
@@ -152,8 +161,12 @@ class Answer:
     def record_version(
         self, version: int, recomputes: bool = False, adapter_version: int | None = None
     ) -> None:
-        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too;
-        adapter_version: None: that which its adapter has.
+        """Records that the next tokens come from parameters of this version.
+
+        Args:
+            version: the version of the parameters.
+            recomputes: True if the keys of all tokens come from it too.
+            adapter_version: the version of the adapter. None: the present version of its adapter.
         """
         if adapter_version is None:
             adapter_version = self.row.adapter.version if self.row.adapter else 0
@@ -166,8 +179,8 @@ class Answer:
 
     @property
     def ids_with_keys(self) -> list[int]:
-        """The prompt and the sampled tokens but for the last one, whose keys are never written before the
-        next.
+        """The prompt and the sampled tokens except the last one, whose keys are not written before the next
+        token.
         """
         return [*self.request.ids, *self.tokens[:-1]]
 
@@ -180,9 +193,18 @@ class Answer:
         alternatives: Sequence[TokenLogprobs] = (),
         support: Sequence[np.ndarray] = (),
     ) -> bool:
-        """Appends sampled tokens with what is recorded of each; finished: the last is an EOS or stop id.
-        Returns whether the answer has ended. Raises InputError for numbers that are not finite, or a token
-        that the grammar forbids.
+        """Appends sampled tokens with the values that are recorded for each of them.
+
+        Args:
+            ids, logprobs: the tokens and their log-probabilities.
+            finished: True if the last token is an EOS or stop id.
+            processed_logprobs, alternatives, support: further values of each token, if they are recorded.
+
+        Returns:
+            True if the answer has ended.
+
+        Raises:
+            InputError: numbers are not finite, or the grammar forbids a token.
         """
         options = self.request.call.options
         if self.matcher is not None:
@@ -215,31 +237,38 @@ class Answer:
         return True
 
     def end(self, reason: str, routed_experts: Any = None) -> None:
-        """The answer ends, unless it has ended. routed_experts: its `recorded_routes`; None: they stay."""
+        """Ends the answer, unless it has ended.
+
+        Args:
+            reason: the value of `ended_by`.
+            routed_experts: the new `recorded_routes`. None keeps the present ones.
+        """
         if routed_experts is not None:
             self.recorded_routes = routed_experts
         self.ended_by = self.ended_by or reason
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's value, or "abort" or "error"; None before the end."""
+        """OpenAI's value "stop" or "length", or "abort" or "error". None: the answer has not ended."""
         return self.ended_by and FINISH_REASONS.get(self.ended_by, self.ended_by)
 
     @property
     def stop_reason(self) -> int | str | None:
-        """As in `GenerateOutput`."""
+        """The id or the text that stopped the answer (see `GenerateOutput`)."""
         if self.ended_by == "stop":
             return self.tokens[-1]
         from_outside = self.ended_by in ("cancelled", "aborted", "deadline")
         return self.ended_by if from_outside else self.stop_string
 
     def count_passes(self, passes: int, accepted: int) -> None:
-        """Counts passes of the model, and the draft tokens that they accepted."""
+        """Counts forward passes of the model, and the draft tokens that they accepted."""
         self.passes += passes
         self.accepted += accepted
 
     def progress(self, start: int = 0, prompt_start: int = 0) -> Progress:
-        """What is new after so many tokens, and log-probabilities of tokens of the prompt."""
+        """Returns the tokens after the first `start`, and log-probabilities of the prompt after
+        `prompt_start`.
+        """
         request = self.request
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
@@ -251,7 +280,7 @@ class Answer:
         )  # fmt: skip
 
     def apply(self, new: Progress) -> None:
-        """Takes over what another engine computed, but for the end. Tokens that are known may come again."""
+        """Adds the progress of another engine, except the end. It skips tokens that are known already."""
         request = self.request
         known = max(0, len(request.prompt_logprobs) - new.prompt_start)
         request.prompt_logprobs.extend(new.prompt_logprobs[known:])
@@ -273,14 +302,14 @@ class Answer:
         self.row.record_elsewhere(len(self.row.ids) + len(self.logprobs), new.hits)
 
     def continue_from(self, first: "Answer") -> None:
-        """Goes on after the first token of an answer that another engine prefilled."""
+        """Continues after the first token of an answer that another engine prefilled."""
         of_first = first.processed_logprobs, first.alternatives, first.support_rows
         self.append(first.tokens, first.logprobs, False, *of_first)
         self.switches = list(first.switches)
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 
     def tokens_after(self, count: int) -> tuple[list[int], bool]:
-        """The ids after the first `count`, and whether no more will come."""
+        """Returns the ids after the first `count`, and True if no more ids will come."""
         ended = self.ended_by is not None  # read before the ids, which another thread appends to
         return self.tokens[count:], ended
 
@@ -295,7 +324,7 @@ class Answer:
         self.request.raise_error()
 
     def text(self) -> Iterator[str]:
-        """Pieces of text as they come; joined they are the answer, up to the first stop string."""
+        """Yields pieces of text as they come. Joined, they are the answer up to the first stop string."""
         detokenizer = self.request.new_detokenizer()
         for token in self:
             if piece := detokenizer.push(token):
@@ -304,7 +333,7 @@ class Answer:
             yield rest
 
     async def text_async(self) -> AsyncIterator[str]:
-        """`text` for an event loop."""
+        """Yields the pieces of `text` in an event loop."""
         detokenizer = self.request.new_detokenizer()
         count = 0
         async for _ in self.request.updates():

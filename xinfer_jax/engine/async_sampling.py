@@ -22,21 +22,28 @@ from .requests import check_started
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SampleOutput(ShortRepr):
-    """An answer of T tokens. Arrays have the names of `Decoded`, without rows.
+    """The result of `Engine.sample`: an answer of T tokens as arrays.
+
+    The arrays have the names of `Decoded`, without rows.
 
     Attributes:
-        tokens_T: int32: all that was sampled, with the EOS or stop id.
-        logprobs_T: float32: log-probability of each token before any logits processor.
-        processed_logprobs_T: float32: after all of them, temperature included: of the distribution that the
-            token was sampled from.
-        versions_T: int32: version of the weights that each token was sampled by (`Engine.update`).
-        adapter_versions_T: int32: of its adapter (`Engine.update_adapter`); 0: it has none.
-        finish_reason, stop_reason: as in `GenerateOutput`.
-        seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
-        alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
-        routed_experts: as in `Answer`, where `return_routed_experts` asks for them.
-        support: as in `Answer`, where `return_support` asks for it.
-        answer: what it was made of, for `Engine.replay`; None once it was copied or pickled.
+        tokens_T: int32: all sampled ids, with the EOS or stop id.
+        logprobs_T: float32: the natural log-probability of each token before any logits processor.
+        processed_logprobs_T: float32: the log-probability after all logits processors and the temperature.
+            The token was sampled from this distribution.
+        versions_T: int32: the version of the weights that sampled each token (`Engine.update`).
+        adapter_versions_T: int32: the version of the adapter that sampled each token
+            (`Engine.update_adapter`). 0: the request has no adapter.
+        finish_reason, stop_reason: see `GenerateOutput`.
+        seed: the seed of the random draws. In an engine of this shape and these weights it gives the same
+            bits.
+        alternatives: see `GenerateOutput`. They are present if `options.logprobs` asks for them. Otherwise
+            None.
+        routed_experts: see `Answer`. They are present if `return_routed_experts` asks for them. Otherwise
+            None.
+        support: see `Answer`. It is present if `return_support` asks for it. Otherwise None.
+        answer: the `Answer` behind the arrays, for `Engine.replay`. It is None after you copied or pickled
+            the result.
     """
 
     tokens_T: np.ndarray
@@ -59,10 +66,10 @@ class SampleOutput(ShortRepr):
 
 
 class AsyncSampling:
-    """Gives `SampleOutput` of an engine with a thread."""
+    """Returns `SampleOutput` from an engine with a thread."""
 
     def __init__(self, owner: Any):
-        """owner: the engine."""
+        """Creates the part of an engine. owner: the engine."""
         self._owner = owner
 
     async def sample(
@@ -74,21 +81,27 @@ class AsyncSampling:
         live: bool = False,
         **how: Unpack[SampleFields],
     ) -> SampleOutput:
-        """Answers a prompt of token ids, while the event loop goes on. Needs no tokenizer. A task that is
-        cancelled ends its request.
+        """Answers a prompt of token ids, while the event loop continues. `await` it for the result.
+
+        It needs no tokenizer. If you cancel the task, its request ends.
+
+        If `options.sampling` is None, the answer follows the model's generation_config.json, like in every
+        function of a model, so its top_k and top_p cut the distribution. If you train on log-probabilities of
+        the whole distribution, pass `GenerateOptions(sampling=SamplingConfig(temperature=1.0))`.
 
         Args:
-            ids: the prompt: a list, or an int array [T].
-            options: as of `submit`, for one answer: several are several calls, which share the prompt's
-                pages. Without `options.sampling` the answer follows the model's generation_config.json, as of
-                every function of a model: its top_k and top_p cut the distribution. Rollouts that train on
-                log-probabilities of the whole distribution pass
-                `GenerateOptions(sampling=SamplingConfig(temperature=1.0))`.
-            seed: of the random draws, at least 0; None: a random one, which the result has.
-            live, how: as of `submit`, but for `key` and `prompt_logprobs`.
+            ids: the prompt: a list of ids, or an int array [T].
+            options: as for `submit`, for one answer. For several answers call `sample` several times. The
+                calls share the prompt's pages.
+            seed: the seed of the random draws, at least 0. None takes a random seed, and the result has it.
+            live, how: as for `submit`, except `key` and `prompt_logprobs`.
+
+        Returns:
+            A `SampleOutput`.
 
         Raises:
-            InputError: as `submit`; a text in place of ids; more than one answer.
+            InputError: as for `submit`. Also if you pass a text in place of ids, or ask for more than one
+                answer.
         """
         ids = check_token_ids("ids", ids)
         options = options_or_default(options)

@@ -36,54 +36,65 @@ def _option(default: Any, flag: bool = True, recorded: bool = True, **limits: An
 @keyword_options(routes="routed_experts")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of an engine: `Engine(model, rows=4)` is `Engine(model, EngineOptions(rows=4))`, which
-    checks them.
+    """The options of an `Engine`.
+
+    You can pass them as keyword arguments: `Engine(model, rows=4)` is `Engine(model, EngineOptions(rows=4))`.
+    The engine checks them.
 
     Attributes:
-        rows: slots of an engine: answers that are decoded together (vLLM: max_num_seqs).
-        data_parallel: number of engines behind one queue, each with a copy of the parameters on devices of
-            its own and with `rows` slots. If the model lies on several devices, each engine gets as many.
-        capacity: maximum tokens of a prompt and its answer together. Default: 4096, or the model's context
+        rows: the number of slots of an engine, which is the number of answers that are decoded together
+            (vLLM: max_num_seqs).
+        data_parallel: the number of engines behind one queue. Each has a copy of the parameters on its own
+            devices, and `rows` slots. If the model lies on several devices, each engine gets an equal number
+            of them.
+        capacity: the most tokens of a prompt and its answer together. Default: 4096, or the model's context
             length if that is less.
-        pages: KV cache pages of 64 tokens each, for all rows and the prefix cache. Default: half of the
-            memory that the weights leave (on a CPU: this engine's devices' part of it), at most twice what
-            all rows can fill.
-        chunk: tokens of a prompt that are prefilled between decode steps; a multiple of 64.
-        prefix_cache: the common beginning of prompts is computed once.
-        time_slice: seconds. While a client without a slot waits, the row that has had its slot for the
-            longest time, and for this long at least, is preempted. It continues with the same bits when a
-            slot is free, or in place of a row that has had its slot for `rows` time slices. A smaller value
-            swaps more pages out and in. 0: no row is preempted for this.
-        draft: "lookup": speculative decoding with draft tokens found earlier in the text.
-        draft_tokens: draft tokens of each pass.
-        cache_dtype: of keys and values, as in `GenerateOptions`; "gear" is for whole rows only.
-        impl: as in `GenerateOptions`.
-        warm_up: all programs are compiled before the engine is ready, for measurements and long runs.
-        host_pages: pages in host memory, next to `pages`: the prefix cache saves there what it evicts from
-            the device, and copies it back for a prompt that begins with it.
-        page_directory: such pages are also written to files, which later engines of this model find. A
-            directory of the user's own, with mode 0700.
-        page_directory_bytes: size of all files in it; the least recently used are deleted.
-        prefill_devices: the devices that prefill prompts, while others decode (`Dispatcher`): numbers of
-            local devices, or devices. A list in place of a device: the model is divided over these. Each
-            device, or list, has an engine of this shape. With equal meshes on both sides a request has the
-            bits of one such engine. The prefix cache is with the engines that prefill; pages that decoding
-            wrote go back there for requests with `share_answers`.
-        decode_devices: the same, of the devices that decode answers.
-        role: "prefill" or "decode": what this engine does for a `Dispatcher`.
-        adapters: LoRA adapters that it holds from the start, by name, as `add_adapter` takes them.
-        max_adapters: adapters that it has place for. Default: the given ones.
-        max_rank: of each adapter. All take the place of one of this rank on every matrix of the layers.
-            Default: the largest of the given ones, or 16.
-        routed_experts: pages also record which experts of a mixture their tokens use, for
-            `return_routed_experts` of `submit` and for `return_routed_experts` of a request's body.
-        support: each step can also record which ids its tokens could be sampled from, for `return_support` of
-            `submit`: ceil(V/32) words of a token.
-        processors: logits processors of yours (`LogitsProcessor`) by name, each with the arguments of a
-            request that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a
-            request names them; they are applied in this order. Other requests keep their bits.
-        taps: vectors by name, float [D] by layer, that `GenerateOptions(taps={name: factor})` of a request
-            adds to the hidden states after these layers (steering). Pages of such a request are never shared.
+        pages: the number of KV cache pages of 64 tokens each, for all rows and the prefix cache. Default:
+            half of the memory that the weights leave (on a CPU: this engine's devices' part of it), and at
+            most twice as many pages as all rows can fill.
+        chunk: the tokens of a prompt that are prefilled between decode steps. A multiple of 64.
+        prefix_cache: compute the common beginning of prompts only once.
+        time_slice: the time, in seconds, after which a row can lose its slot to another client. While a
+            client without a slot waits, the row that has had its slot for the longest time, and at least for
+            this time, is preempted. It continues with the same bits when a slot is free, or in place of a row
+            that has had its slot for `rows` time slices. A smaller value swaps more pages out and in. 0: no
+            row is preempted for this reason.
+        draft: the source of draft tokens. "lookup" turns on speculative decoding with draft tokens that are
+            found earlier in the text.
+        draft_tokens: the number of draft tokens in each forward pass.
+        cache_dtype: the dtype of keys and values, as for `GenerateOptions`. "gear" raises `InputError`, since
+            it needs whole rows.
+        impl: the implementation of the operations, as for `GenerateOptions`.
+        warm_up: compile all programs before the engine is ready. Use it for measurements and long runs.
+        host_pages: the number of pages in host memory, next to `pages`. The prefix cache saves there the
+            pages that it evicts from the device, and copies them back for a prompt that begins with them.
+        page_directory: a directory for files of such pages, which later engines of this model find. It must
+            belong to the user and have the mode 0700.
+        page_directory_bytes: the most bytes of all files in that directory. If there are more, the least
+            recently used files are deleted.
+        prefill_devices: the devices that prefill prompts, while other devices decode (disaggregated prefill).
+            The list has numbers of local devices, or devices. If an entry is a list of devices, the model is
+            sharded over them. Each entry has an engine of this shape. If the meshes on both sides are equal,
+            a request has the same bits that one such engine gives. The engines that prefill have the prefix
+            cache. For requests with `share_answers`, pages that decoding wrote go back there.
+        decode_devices: the devices that decode answers, in the form of `prefill_devices`.
+        role: "prefill" or "decode": the part that this engine does for a `Dispatcher`.
+        adapters: LoRA adapters that the engine has from the start: a dict from names to adapters, as
+            `add_adapter` takes them.
+        max_adapters: the most adapters at a time. Default: the number of given adapters.
+        max_rank: the largest rank of an adapter. Every adapter takes the memory of this rank on every matrix
+            of the layers. Default: the largest rank of the given adapters, or 16.
+        routed_experts: record in pages which experts of a mixture the tokens use, for `return_routed_experts`
+            of `submit` and of a request's body.
+        support: also record, in each step, the ids from which each token could be sampled, for
+            `return_support` of `submit`. It takes ceil(V/32) words per token.
+        processors: logits processors that you wrote, as a dict from names to pairs of a `LogitsProcessor` and
+            its default arguments, without rows. A request names them with
+            `GenerateOptions(processors={name: arguments})`. They are applied in the order of this dict.
+            Requests that name none keep their bits.
+        taps: vectors for steering, as a dict from names to {layer: float [D]}. A request names them with
+            `GenerateOptions(taps={name: factor})`, and the engine then adds factor times the vector to the
+            hidden states after these layers. Pages of such a request are never shared.
     """
 
     rows: int = _option(8, least=1)
@@ -146,7 +157,7 @@ class EngineSettings(TypedDict, total=False):
 
 
 def option_texts() -> dict[str, str]:
-    """Returns the text of each option, which is in the docstring of `EngineOptions`."""
+    """Returns the text of each option, from the docstring of `EngineOptions`. Flags of commands show it."""
     attributes = inspect.getdoc(EngineOptions) or ""
     entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -85,7 +85,7 @@ def row_values(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, floa
 
 
 class HeldAdapters(HeldTable[HeldAdapter]):
-    """The adapters that requests may name, in all engines of an owner."""
+    """The LoRA adapters that requests may name, in all engines of an owner."""
 
     noun = "adapter"
 
@@ -112,15 +112,19 @@ class HeldAdapters(HeldTable[HeldAdapter]):
 
     @without_mesh_context
     def add(self, name: str, adapter: Adapter | str | PathLike[str]) -> None:
-        """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
+        """Adds a LoRA adapter that requests can name from now on.
+
+        Running answers continue, and nothing is compiled.
 
         Args:
-            name: that no other adapter has.
-            adapter: from `load_adapter`, or what that takes; its arrays become those of the model's dtype.
+            name: a name that no other adapter has.
+            adapter: an `xj.lora.Adapter`, or a directory or hub name, as `xj.lora.load_adapter` takes it. Its
+                arrays are cast to the model's dtype.
 
         Raises:
-            InputError: it does not fit the model or the engine's `max_rank`, or has matrices that are only
-                for all rows together; the name is taken; there are `max_adapters`.
+            InputError: the adapter does not fit the model or the engine's `max_rank`.
+            InputError: it has matrices that work only for all rows together.
+            InputError: the name is taken, or there are `max_adapters` already.
         """
         with self._prepared(name, adapter) as contents:
             if name in self:
@@ -138,17 +142,19 @@ class HeldAdapters(HeldTable[HeldAdapter]):
         version: int | None = None,
         mode: str = "continue",
     ) -> None:
-        """Replaces an adapter, as `update` replaces the weights. Pages of other adapters, and of requests
-        without one, are found as before.
+        """Replaces an adapter, as `update` replaces the weights.
+
+        Requests with other adapters, or without one, still find their pages in the prefix cache.
 
         Args:
-            name, adapter: as of `add`.
-            version: of these contents, for `adapter_versions`; None: the last one + 1. `add` gives 0.
-            mode: as of `WeightUpdates.update`, of unfinished answers with this adapter; "wait" waits for all
+            name, adapter: as for `add_adapter`.
+            version: the version of the new adapter, for `adapter_versions`. None takes the last version plus
+                1. `add_adapter` sets 0.
+            mode: as for `Engine.update`, for unfinished answers with this adapter. "wait" waits for all
                 answers.
 
         Raises:
-            InputError: as `add` and `WeightUpdates.update`; no adapter has the name.
+            InputError: `add_adapter` or `Engine.update` would raise it, or no adapter has the name.
         """
         check_mode(mode)
         with self._prepared(name, adapter) as contents:
@@ -157,8 +163,15 @@ class HeldAdapters(HeldTable[HeldAdapter]):
             self._switch(held, contents, version, mode)
 
     def remove(self, name: str) -> None:
-        """Lets no further request name an adapter. Requests that have named it go on; its place is free when
-        they have ended. Raises InputError where no adapter has the name.
+        """Removes an adapter, so that no further request can name it.
+
+        Requests that already named it continue. Its memory is free for another adapter when they have ended.
+
+        Args:
+            name: the name of the adapter.
+
+        Raises:
+            InputError: no adapter has the name.
         """
         self._owner.check_local("adapters")
         with self._owner.updating:

@@ -15,7 +15,7 @@ PAUSE_MODES = ("keep", "wait", "abort")  # vLLM's
 
 
 class Pausing:
-    """Pauses an engine, or all that one stands for. Its methods are in the order in which they are called.
+    """Pauses an engine, or all engines behind a queue. Its methods are in the order in which you call them.
 
     Attributes:
         phase: "running", "paused", or "without pages".
@@ -27,16 +27,20 @@ class Pausing:
         self.phase = RUNNING
 
     def pause(self, mode: str = "keep") -> None:
-        """Waits for the end of the current step; no other begins before `resume`. Requests are taken, and
-        wait. Cancels, deadlines and `update` are handled, and `close` works.
+        """Pauses the engine after its current step, until you call `resume`.
+
+        While it is paused, you can submit requests, and they wait. Cancelled requests, deadlines, `update`
+        and `close` work.
 
         Args:
-            mode: what becomes of unfinished answers, as in vLLM. "keep": they continue after `resume`.
-                "wait": answers that have begun are finished first, while no other answer starts. "abort":
-                they end with the finish_reason "abort".
+            mode: the fate of unfinished answers (vLLM has the same values):
+
+                - "keep": they continue after `resume`.
+                - "wait": answers that have begun are finished first, while no other answer starts.
+                - "abort": they end with the finish_reason "abort".
 
         Raises:
-            InputError: it is paused already; it is closed, or has failed; the mode is none of these.
+            InputError: the engine is paused already, is closed or has failed, or the mode is none of these.
         """
         if mode not in PAUSE_MODES:
             raise InputError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {format_value(mode)}")
@@ -53,7 +57,9 @@ class Pausing:
     @without_mesh_context
     def abort(self) -> None:
         """Ends all unfinished answers with the finish_reason "abort", whether the engine is paused or not.
-        Raises InputError where it is closed, or has failed.
+
+        Raises:
+            InputError: the engine is closed or has failed.
         """
         owner = self._owner
         owner.check_local("requests")
@@ -62,25 +68,31 @@ class Pausing:
             abort_unfinished(owner)
 
     def resume(self) -> None:
-        """Ends `pause`. Raises InputError where it is not paused, or has no pages."""
+        """Continues a paused engine.
+
+        Raises:
+            InputError: the engine is not paused, or has no pages (call `restore_cache` first).
+        """
         self._change("resume", PAUSED, RUNNING)
 
     def release_cache(self) -> None:
-        """Frees the device memory of the pages of a paused engine, of recurrent states and their snapshots.
-        Rows that have begun are preempted: what they use is copied to host memory, and they continue with the
-        bits that they have otherwise. The prefix cache is emptied.
+        """Frees the device memory of the KV cache of a paused engine, for example for a training step.
+
+        It frees the pages, recurrent states and snapshots of these states. Rows that have begun are
+        preempted: their pages are copied to host memory, and they later continue with the same bits. The
+        prefix cache is emptied.
 
         Raises:
-            InputError: it is not paused, or has no pages already.
+            InputError: the engine is not paused, or has no pages already.
         """
         self._change("release_cache", PAUSED, RELEASED)
 
     def restore_cache(self) -> None:
-        """Allocates what `release_cache` freed. The engine stays paused. Nothing is compiled.
+        """Allocates the memory that `release_cache` freed. The engine stays paused, and nothing is compiled.
 
         Raises:
-            InputError: it has its pages.
-            jax.errors.JaxRuntimeError: too little memory is free: free more, and call it again.
+            InputError: the engine has its pages.
+            jax.errors.JaxRuntimeError: too little memory is free. Free more memory, and call it again.
         """
         self._change("restore_cache", RELEASED, PAUSED)
 

@@ -58,38 +58,45 @@ class SampleFields(_SharedFields, total=False):
 @keyword_options(return_routes="return_routed_experts")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """Options of `Engine.submit`, `submit_many` and `sample`, which also take each of them by its name.
+    """The way in which an engine serves a request: options of `Engine.submit`, `submit_many` and `sample`.
+
+    You can also pass each field as a keyword argument, for example `engine.submit(prompt, priority=3)`.
 
     Attributes:
-        priority: higher ones go first. A row goes first whatever its priority once 32 later rows of its
-            client got slots before it, or once its client waited without a slot while 32 new rows of other
-            clients got one. A priority higher by 16 or more preempts another row, which continues later.
-        deadline: seconds from now, or from `received`, after which the request ends with what it has and the
-            finish_reason "length" and the stop_reason "deadline".
+        priority: requests with a higher priority go first. A row goes first whatever its priority if 32 later
+            rows of its client got slots before it, or if its client waited without a slot while 32 new rows
+            of other clients got one. A priority that is higher by 16 or more preempts another row, which
+            continues later.
+        deadline: seconds from now, or from `received`. After this time the request ends with the tokens that
+            it has, the finish_reason "length" and the stop_reason "deadline". None: no deadline.
         salt: prompts share pages only with prompts of the same salt.
-        share_answers: this prompt may reuse pages of earlier answers, and later prompts the pages of this
-            answer (for the turns of a chat). The last bits may then differ from those of the request alone.
-        prompt_logprobs: also compute the log-probability of each token of the prompt, with so many
-            alternatives.
-        prompt_logprobs_from: of the tokens from this one on; pages before it may come from other such
-            requests.
-        live: the caller may stream the answer. False: more decode steps in each step of the engine.
-        client: whose request it is. Clients with requests share the slots equally: rows of a client with more
-            than its share are preempted for another's, and continue later with the same bits. More clients
-            than slots take turns (`time_slice` of `Engine`).
-        received: when the request arrived, by time.monotonic(), if that was before the call; its times count
-            from then.
-        escape_control_tokens: as in `encode_prompt`, for a text or messages.
-        skip_special_tokens: special tokens have no text. False: stop strings are found in their text too.
-        content_after: stop strings count in the content only, not in the reasoning; this is what the prompt
-            has of the answer already: "<think>", a header of Harmony, or "". None: they count everywhere.
-        processed_logprobs: also compute the log-probability of each sampled token after the logits
-            processors, temperature included: `Answer.processed_logprobs`.
-        adapter: the name of a LoRA adapter that the engine holds (`add_adapter`); None: the model alone.
-        return_routed_experts: also give the experts that each token of the prompt and the answer used:
-            `Answer.routed_experts`, of an engine with `routed_experts=True`.
-        return_support: also give the sampling mask of each token of the answer: `Answer.support`, of an
-            engine with `support=True`.
+        share_answers: True lets this prompt reuse pages of earlier answers, and lets later prompts reuse the
+            pages of this answer. Use it for the turns of a chat. The last bits of numbers may then differ
+            from the request alone.
+        prompt_logprobs: the number of alternatives for the tokens of the prompt. The request then also
+            computes the log-probability of each of these tokens. None: it does not.
+        prompt_logprobs_from: the index of the first token with a log-probability. Pages before it may come
+            from other such requests.
+        live: True means that you may stream the answer. False lets the engine take more decode steps at a
+            time.
+        client: the name of the client who asks. Clients with requests share the slots equally. If a client
+            has more rows than its share, they are preempted for other clients, and continue later with the
+            same bits. If there are more clients than slots, they take turns (`EngineOptions.time_slice`).
+        received: the time, by time.monotonic(), at which the request arrived, if that was before the call.
+            The times of the request count from it. None: now.
+        escape_control_tokens: as for `encode_prompt`, if the prompt is a text or messages.
+        skip_special_tokens: True gives special tokens no text. With False, stop strings are found in their
+            text too.
+        content_after: the part of the answer that the prompt already has: "<think>", a header of Harmony, or
+            "". Stop strings then count only in the content, and not in the reasoning. None: they count
+            everywhere.
+        processed_logprobs: True also computes the log-probability of each sampled token after the logits
+            processors and the temperature (`Answer.processed_logprobs`).
+        adapter: the name of a LoRA adapter that the engine has (`Engine.add_adapter`). None: the model alone.
+        return_routed_experts: True also returns the experts that each token of the prompt and the answer used
+            (`Answer.routed_experts`). The engine needs `routed_experts=True`.
+        return_support: True also returns the sampling mask of each token of the answer (`Answer.support`).
+            The engine needs `support=True`.
     """
 
     priority: int = 0
@@ -110,8 +117,14 @@ class RequestOptions:
     return_support: bool = False
 
     def checked(self, engine: Any) -> "RequestOptions":
-        """Returns them with the types above and the time of arrival. engine: that gets the request; its
-        attributes say what it records. Raises InputError.
+        """Returns the options with the types above and the time of arrival.
+
+        Args:
+            engine: the engine that gets the request. Its attributes say which values it records.
+
+        Raises:
+            InputError: an option has a wrong type or range, or the engine does not record a value that it
+                asks for.
         """
         values: dict[str, Any] = dict(priority=check_integer("priority", self.priority, -(2**31), 2**31))
         deadline = self.deadline

@@ -22,17 +22,20 @@ from .row import HeldAdapter, Row
 
 
 class Request:
-    """What `Engine.submit` returns.
+    """A request to an engine, from `Engine.submit`. Call `result` to wait for its answers.
+
+    If a request has one answer, you can iterate over the request to get its ids, or over `text()` to get its
+    text, while it is generated.
 
     Attributes:
-        ids: the prompt.
-        answers: `n` of them, or `best_of`.
-        call, request_options: what is asked for, after all checks.
-        adapter, factors: the LoRA adapter that it names, and those of the engine's vectors.
-        deadline: by time.monotonic().
-        prompt_logprobs: with `prompt_logprobs` of `submit`: the model's log-probability of each token of the
-            prompt, or of those from `prompt_logprobs_from` on; not of the first token.
-        error: why the request failed; None otherwise.
+        ids: the token ids of the prompt.
+        answers: a list of `Answer`: `n` of them, or `best_of`.
+        call, request_options: the options of the request, after all checks.
+        adapter, factors: the LoRA adapter of the request, and the factors of the engine's vectors.
+        deadline: the time of the deadline, by time.monotonic().
+        prompt_logprobs: the log-probability of each token of the prompt except the first, or from
+            `prompt_logprobs_from` on, if the request asks for them.
+        error: the error with which the request failed. None: it has not failed.
     """
 
     def __init__(
@@ -45,8 +48,14 @@ class Request:
         numbers: Sequence[int] | None = None,
         first: Answer | None = None,
     ):
-        """numbers: of the answers that this engine computes; None: all. first: another engine's answer, which
-        has its first token.
+        """Creates a request. `Engine.submit` does it for you.
+
+        Args:
+            engine: the engine that gets the request.
+            call, request_options: the checked options.
+            adapter, factors: the adapter that the request names, and the factors of the engine's vectors.
+            numbers: the indices of the answers that this engine computes. None: all.
+            first: an answer of another engine, which has its first token. None: there is none.
         """
         self.engine = engine
         self.call = call
@@ -68,7 +77,7 @@ class Request:
             self.times["first"] = time.monotonic()
 
     def _new_row(self, number: int, prefills: bool) -> Row:
-        """The row of an answer. prefills: this engine prefills the prompt."""
+        """Returns the row of an answer. prefills: this engine prefills the prompt."""
         asked = self.request_options
         max_tokens = self.call.options.max_tokens
         scores = asked.prompt_logprobs is not None and number == 0 and prefills
@@ -92,17 +101,22 @@ class Request:
         return iter(self.single_answer)
 
     def text(self) -> Iterator[str]:
+        """Yields the text of the single answer in pieces, while it is generated."""
         return self.single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
+        """Yields the text of the single answer in pieces, in an event loop."""
         return self.single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Waits for the end, and returns the answers as `generate` does.
+        """Waits for the end of the request, and returns the answers as `generate` does.
+
+        Args:
+            timeout: the longest time to wait, in seconds. None: no limit.
 
         Raises:
-            InputError: numbers that are not finite, or settings that leave no token; the engine was closed.
-            TimeoutError: it has not ended after `timeout` seconds.
+            InputError: numbers are not finite, the settings leave no token, or the engine was closed.
+            TimeoutError: the request has not ended after `timeout` seconds. It continues.
         """
         self.engine.wait(lambda: self.ended, timeout)
         self.raise_error()
@@ -127,17 +141,19 @@ class Request:
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
     def move_to(self, engine: Any) -> None:
-        """The request was given to one of several engines, and not begun."""
+        """Gives the request to another engine. It has not begun."""
         self.engine = engine
 
     def cancel(self) -> None:
-        """Ends it at the engine's next step, with the finish_reason "abort"."""
+        """Ends the request at the engine's next step, with the finish_reason "abort"."""
         self.engine.cancel(self)
 
     @property
     def recorded(self) -> int:
-        """What is recorded of each token beside its log-probability: 0: nothing, 1:
-        `Answer.processed_logprobs`, 2: alternatives too, 3: sampling masks too.
+        """The level of the values that are recorded for each token, next to its log-probability.
+
+        0 records nothing more, 1 adds `Answer.processed_logprobs`, 2 adds alternatives, and 3 adds sampling
+        masks.
         """
         asked = self.request_options
         if asked.return_support:
@@ -146,14 +162,16 @@ class Request:
 
     @property
     def answered(self) -> bool:
+        """True if all answers have ended."""
         return all(answer.ended_by is not None for answer in self.answers)
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: its answers, error and times do not change any more."""
+        """True if the request has ended. Its answers, error and times do not change any more."""
         return "ended" in self.times
 
     def new_detokenizer(self) -> AnswerDetokenizer:
+        """Returns a detokenizer with the stop strings and the special tokens of this request."""
         tokenizer = self.engine.model.tokenizer
         if tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
@@ -168,30 +186,36 @@ class Request:
         )
 
     def raise_error(self) -> None:
+        """Raises the error with which the request failed, if it has failed."""
         if self.error is not None:
             raise self.error
 
     def fail(self, error: BaseException | None) -> None:
-        """Notes why it failed. The engine then ends it."""
+        """Records the error with which the request failed. The engine then ends the request."""
         self.error = error
 
     def end(self, error: BaseException | None) -> None:
-        """Marks it as ended, or as failed with an error. Called by the engine, which then calls `notify`."""
+        """Marks the request as ended, or as failed with an error. The engine calls it, and then calls
+        `notify`.
+        """
         self.error = error
         for answer in self.answers:
             answer.end("error")
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
     def updates(self) -> AsyncIterator[bool]:
+        """Yields whenever the request may have new tokens, in an event loop."""
         return request_updates([self])
 
     def notify(self) -> None:
+        """Wakes the listeners: the request has new tokens, or has ended."""
         for listener in list(self.listeners):
             with contextlib.suppress(RuntimeError):  # its event loop was closed
                 listener()
 
     @property
     def single_answer(self) -> Answer:
+        """The answer of a request with one answer. With several answers it raises `InputError`."""
         if len(self.answers) != 1:
             raise InputError(f"this request has {len(self.answers)} answers: take each by request.answers[j]")
         return self.answers[0]

@@ -180,20 +180,31 @@ Keys = jax.Array | Sequence[jax.Array | None] | None
 
 
 class Engine:
-    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022), with a paged KV
-    cache (PagedAttention, Kwon et al. 2023). Each request gets, bit for bit, the tokens and log-probabilities
-    that it gets alone in an engine of the same shape.
+    """Answers requests as they come, several at a time, with continuous batching and a paged KV cache.
 
-    With `data_parallel=N` there are N engines behind one queue. A request has the same bits in each. It
-    goes to the engine with the fewest requests, or to one whose prefix cache has the beginning of its prompt,
-    unless that engine is much busier.
+    Use it if requests come and go, from several threads or clients. Each request gets, bit for bit, the
+    tokens and log-probabilities that it gets alone in an engine of the same shape. The ideas are continuous
+    batching (Orca, Yu et al. 2022) and PagedAttention (vLLM, Kwon et al. 2023).
+
+    With `data_parallel=N` there are N engines behind one queue. A request has the same bits in each of them.
+    It goes to the engine with the fewest requests. If the prefix cache of another engine has the beginning of
+    its prompt, it goes to that engine, unless that engine is much busier.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> with xj.Engine(model, rows=2, capacity=256) as engine:
+        ...     request = engine.submit("What is the capital of France?", xj.GenerateOptions(max_tokens=20))
+        ...     print("".join(request.text()))
+        The capital of France is Paris.
 
     Attributes:
-        model: with the weights of the last `update`.
-        shape: its sizes, which are attributes of the engine too: `rows` (of all engines together),
-            `capacity`, `pages`.
-        weights, adapters, pausing, sampling: parts, each with methods of its own.
-        updating: is held by a change of weights or adapters: there is one at a time.
+        model: the model, with the weights of the last `update`.
+        shape: the sizes of the engine. They are attributes of the engine too: `rows` (of all engines
+            together), `capacity` and `pages`.
+        weights, adapters, pausing, sampling: parts of the engine. Their methods are methods of the engine,
+            for example `update` and `pause`.
+        updating: a lock that a change of weights or adapters holds, so there is one change at a time.
     """
 
     _one: type["Engine"]  # the class of an engine, and that of several: their modules assign them
@@ -226,22 +237,25 @@ class Engine:
     def __init__(
         self, model: Model, options: EngineOptions | None = None, **settings: Unpack[EngineSettings]
     ) -> None:
-        """Compiles the programs that a short greedy request needs. The others are compiled in the background,
-        and a request that needs one of them waits for it.
+        """Creates the engine, and compiles the programs that a short greedy request needs.
+
+        The other programs are compiled in the background. A request that needs one of them waits for it. In a
+        `with` block the engine has a thread that takes its steps.
 
         Args:
-            model: from `load_model`.
-            options: None: `EngineOptions()`.
-            settings: fields of `EngineOptions`, in place of those of `options`.
+            model: a model from `load_model`.
+            options: the options of the engine. None takes `EngineOptions()`.
+            settings: fields of `EngineOptions`, for example `rows=4`. They replace the fields of `options`.
 
         Raises:
-            InputError: a value that no engine can have, before anything is compiled; with `data_parallel`
-                there are fewer devices, or too little memory for all engines.
+            InputError: an option has a value that no engine can have. The call raises it before anything is
+                compiled. With `data_parallel` it is also raised if there are too few devices, or too little
+                memory for all engines.
         """
         raise NotImplementedError  # the class that `__new__` chooses has it
 
     def create_parts(self) -> None:
-        """Creates what engines of all classes have. Each class does it first."""
+        """Creates the parts that engines of all classes have. Each class calls it first."""
         self.updating = threading.Lock()
         self.weights = WeightUpdates(self)
         self.adapters = HeldAdapters(self)
@@ -271,24 +285,26 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The version of the weights: how often `update` replaced them."""
+        """The version of the weights. It is 0 at the start, and each `update` sets it."""
         return self.weights.version
 
     @property
     def engines(self) -> "Sequence[Engine]":
-        """The engines that answer: this one."""
+        """The engines that answer. A single engine lists itself."""
         return (self,)
 
     @property
     def missing(self) -> str:
-        """What there is not, so that no request can be answered now; "": nothing."""
+        """The reason for which no request can be answered now, for example an engine that is gone. "": there
+        is none.
+        """
         return ""
 
     def check_local(self, what: str) -> None:
-        """Raises InputError where the engines are in other processes, which keep their weights."""
+        """Raises `InputError` if the engines are in other processes, which keep their weights."""
 
     def forget_prompts(self) -> None:
-        """After new weights: no engine has pages of earlier prompts."""
+        """Drops the pages of earlier prompts in all engines, after new weights."""
 
     def submit(
         self,
@@ -299,9 +315,24 @@ class Engine:
         key: jax.Array | None = None,
         **fields: Unpack[RequestFields],
     ) -> Request:
-        """`submit_many` of one prompt, with the same arguments. Its tokens are those of
-        `generate([ids], options, key=key)` with the sampling settings of the request. key: None:
-        `jax.random.key(0)`.
+        """Queues a request for one prompt, and returns it at once. You can call it from any thread.
+
+        The tokens are equal to `generate([ids], options, key=key)` with the sampling settings of the request.
+        `submit_many` queues several prompts.
+
+        Args:
+            prompt: token ids, a text, or messages.
+            options: as for `submit_many`.
+            request_options: as for `submit_many`.
+            key: the PRNG key of the request. None takes `jax.random.key(0)`.
+            fields: fields of `RequestOptions`, for example `priority=3`. They replace the fields of
+                `request_options`.
+
+        Returns:
+            A `Request`. Call its `result()`, or iterate over it or over its `text()`.
+
+        Raises:
+            InputError: as for `submit_many`.
         """
         (request,) = self.submit_many([prompt], options, request_options, keys=[key], **fields)
         return request
@@ -315,21 +346,26 @@ class Engine:
         keys: Keys = None,
         **fields: Unpack[ManyRequestFields],
     ) -> list[Request]:
-        """Queues a request for each prompt, from any thread.
+        """Queues a request for each prompt, and returns the requests at once. You can call it from any
+        thread.
 
         Args:
-            prompts: token ids, texts, or messages.
-            options: for all, or one per prompt; None: `GenerateOptions()`. Without `options.sampling` an
-                answer follows the model's generation_config.json. Options of a whole engine (capacity, impl,
-                cache_dtype, draft) raise `InputError`.
-            request_options: how the engine serves them; None: `RequestOptions()`.
-            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`; None:
-                `jax.random.key(0)`, so another call gives the same answers.
-            fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`. The adapter may
-                be a list with one per prompt.
+            prompts: a list of prompts: token ids, texts, or messages.
+            options: `GenerateOptions` for all prompts, or a list with one per prompt. None takes
+                `GenerateOptions()`. If `options.sampling` is None, an answer follows the model's
+                generation_config.json. Options of a whole engine (`capacity`, `impl`, `cache_dtype` and
+                `draft`) raise `InputError`.
+            request_options: the way in which the engine serves the requests. None takes `RequestOptions()`.
+            keys: a list with the key of each prompt, as for `submit`, or one key, as for `generate`. None
+                takes `jax.random.key(0)`, so another call gives the same answers.
+            fields: fields of `RequestOptions`, for example `priority=3`. They replace the fields of
+                `request_options`. `adapter` may be a list with one name per prompt.
+
+        Returns:
+            A list with a `Request` for each prompt.
 
         Raises:
-            InputError: a request that can never be answered; the engine is closed, or has failed.
+            InputError: a request can never be answered, or the engine is closed or has failed.
         """
         requests = self.make_requests(prompts, options, request_options, keys, fields)
         self.enqueue(requests)
@@ -344,7 +380,7 @@ class Engine:
         keys: Keys,
         fields: Mapping[str, object],
     ) -> list[Request]:
-        """Returns the requests that `submit_many` queues, after all checks of its arguments."""
+        """Returns the requests that `submit_many` queues, after it has checked its arguments."""
         self.check_open()
         if not is_sequence(prompts):
             what = "a list of ids, texts or conversations"
@@ -380,8 +416,21 @@ class Engine:
         key: jax.Array | None = None,
         **fields: Unpack[ManyRequestFields],
     ) -> list[GenerateOutput]:
-        """Answers of many prompts in their order, equal to those of `xj.generate` with the same key and the
-        same sampling settings. Other arguments are as of `submit_many`.
+        """Answers a list of prompts, and returns the results in the order of the prompts.
+
+        The results are equal to those that `xj.generate` returns with the same key and the same sampling
+        settings. The call waits for the last answer.
+
+        Args:
+            prompts, options, request_options, fields: as for `submit_many`.
+            key: one PRNG key (prompt i then uses `fold_in(key, i)`), or one key per prompt. None takes
+                `jax.random.key(0)`.
+
+        Returns:
+            A list with a `GenerateOutput` for each prompt.
+
+        Raises:
+            InputError: as for `submit_many` and `Request.result`.
         """
         self._start_all()
         fields.setdefault("live", False)
@@ -399,17 +448,26 @@ class Engine:
         params: Mapping[int, Params],
         adapters: AdapterVersions | None = None,
     ) -> list[float]:
-        """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
-        `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
+        """Computes an answer again with its own tokens, by the engine's programs.
+
+        The result is equal (`==`) to `answer.logprobs` if you pass the weights of its versions. Other
+        requests wait meanwhile. Use it to check rollouts whose weights changed while they ran.
 
         Args:
-            answer: that has ended, of an engine of this shape; or a request with one, or what `sample` gave.
-            params: of each version in `answer.switches`, as `update` takes them.
-            adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
+            answer: an answer that has ended, from an engine of this shape. You can also pass a request with
+                one answer, or the result of `sample`.
+            params: the parameters of each version in `answer.switches`, as `update` takes them.
+            adapters: the adapter of each adapter_version there, as `add_adapter` takes them. None: the answer
+                has no adapter.
+
+        Returns:
+            The log-probability of each token.
 
         Raises:
-            InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
-                prompts and answers are on meshes of other sizes, or in several processes.
+            InputError: a version is missing.
+            InputError: the answer may have pages of other answers (`share_answers`).
+            InputError: the meshes for prompts and for answers have different sizes.
+            InputError: the engine is in several processes.
         """
         engine: Any = self.engines[-1]  # of several one that decodes
         if engine.channel:
@@ -421,55 +479,63 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine does now and did so far."""
+        """The statistics of the engine: its present state, and counts since its start."""
         engines: Sequence[Any] = self.engines
         return collect_stats(engines, [engine.counters for engine in engines])
 
     @property
     def alive(self) -> bool:
-        """Whether it can answer: no engine has failed or was closed."""
+        """True if the engine can answer. It is False if an engine has failed or was closed."""
         return all(engine.error is None for engine in (*self.engines, self))
 
     def _start_all(self) -> None:
-        """Starts the threads that `generate` needs. Several engines need one each; the steps of a single
-        engine are taken by the caller's thread.
+        """Starts the threads that `generate` needs. Several engines need one thread each. If there is a
+        single engine, the caller's thread takes its steps.
         """
 
     def __enter__(self) -> Self:
-        """Starts a thread that takes the steps."""
+        """Starts a thread that takes the steps of the engine."""
         raise NotImplementedError
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def enqueue(self, requests: list[Request]) -> None:
-        """Takes requests, from any thread."""
+        """Adds requests to the queue. You can call it from any thread."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends all requests with an error. No method can be called any more."""
+        """Ends all requests with an error. You cannot call any method after it."""
         raise NotImplementedError
 
     def step(self) -> bool:
-        """Takes one step on the caller's thread, for an engine without a thread of its own. Returns whether
-        any request is unfinished.
+        """Takes one step on the caller's thread, for an engine without a thread.
+
+        Returns:
+            True if any request is unfinished.
         """
         raise NotImplementedError
 
     @property
     def last_step_time(self) -> float:
-        """When its last step ended, by time.monotonic()."""
+        """The time at which the last step ended, by time.monotonic()."""
         return min(engine.last_step_time for engine in self.engines)
 
     def follow(self) -> bool:
-        """If the model lies on devices of several processes, all but process 0 call this: it repeats the
-        device calls of process 0's engine. It returns False once that is closed, and True where process 0
-        calls `update`: call `update` here too, with this process's part of the weights, then this again. If
-        process 0 gives a directory, this process reads it here, and does not return.
+        """Repeats the device calls of process 0's engine in another process.
+
+        If the model lies on devices of several processes, every process except process 0 calls this. If
+        process 0 updates the weights from a directory, this process reads the directory here, and `follow`
+        does not return.
+
+        Returns:
+            False once the engine of process 0 is closed. True if process 0 calls `update`: then call `update`
+            here too, with this process's part of the weights, and call `follow` again.
         """
         raise InputError("there is nobody to follow: only processes other than process 0 follow it")
 
     def check_open(self) -> None:
+        """Raises `InputError` with the reason, if the engine was closed or has failed."""
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__

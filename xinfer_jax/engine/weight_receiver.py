@@ -12,20 +12,25 @@ from ..processes.tensor_stream import FAILED, UPDATE, UPDATED, TensorStream
 
 
 def receive_weights(engine: Any, address: str, *, secret_file: str | None = None) -> "WeightReceiver":
-    """Lets trainers in other processes replace the weights of an engine by `send_weights`, until the result
-    is closed: it goes in a `with` block, or has `close()`.
+    """Lets trainers in other processes replace the weights of an engine by `send_weights`.
 
-    Each stream is an `Engine.update`: the leaves are converted as they arrive, and the engine answers
-    meanwhile. Who knows the secret may replace the weights. Messages are signed, and nothing is encrypted:
+    Use the result in a `with` block, or call its `close()`. Until then, each received stream is an
+    `Engine.update`: the leaves are converted as they arrive, and the engine answers meanwhile.
+
+    Anybody who knows the secret can replace the weights. Messages are signed, and they are not encrypted, so
     use a network that you trust.
 
     Args:
-        engine: an engine of this process alone.
-        address: HOST:PORT to listen at; port 0: any free one, which `address` of the result has.
-        secret_file: as of `send_weights`.
+        engine: an engine in this process alone.
+        address: HOST:PORT to listen at. With port 0 any free port is taken, and `address` of the result has
+            it.
+        secret_file: as for `send_weights`.
+
+    Returns:
+        A `WeightReceiver`.
 
     Raises:
-        InputError: the address or the secret cannot be used; the engine is over several processes.
+        InputError: the address or the secret cannot be used, or the engine is over several processes.
     """
     (host, port) = parse_host_port("address", address)
     secret = load_secret(secret_file, host)
@@ -33,16 +38,23 @@ def receive_weights(engine: Any, address: str, *, secret_file: str | None = None
 
 
 class WeightReceiver:
-    """Takes weights for one engine. `receive_weights` makes it.
+    """Receives weights for one engine. `receive_weights` creates it.
 
     Attributes:
-        address: HOST:PORT where it listens.
+        address: HOST:PORT at which it listens.
     """
 
     def __init__(
         self, engine: Any, listening: socket.socket, secret: bytes, log: Callable[[str], None] | None = None
     ):
-        """log: is called with a line for each stream that has ended."""
+        """Creates a receiver. `receive_weights` does it for you.
+
+        Args:
+            engine: the engine whose weights are replaced.
+            listening: the socket.
+            secret: the secret that signs messages.
+            log: a function that is called with a line for each stream that has ended. None logs nothing.
+        """
         try:
             engine.check_local("weights")
             if any(each.channel for each in engine.engines):
@@ -68,13 +80,13 @@ class WeightReceiver:
         self.close()
 
     def close(self) -> None:
-        """Takes no more weights. Streams that have not ended fail."""
+        """Stops listening. Streams that have not ended fail."""
         self._listener.close()
         for channel, stream in list(self._streams.items()):
             stream.put(Message(channel, GONE, ["the engine takes no more weights"]))
 
     def _receive(self, message: Message) -> None:
-        """On the thread of a connection. What it raises ends the connection."""
+        """Handles a message on the thread of a connection. If it raises an error, the connection ends."""
         channel = message.channel
         stream = self._streams.get(channel)
         if stream is not None:

@@ -27,7 +27,7 @@ WeightSource: TypeAlias = Params | str | os.PathLike[str] | NamedTensors
 
 
 class WeightUpdates:
-    """Replaces the weights of an engine, or of all that one stands for."""
+    """Replaces the weights of an engine, or of all engines behind a queue."""
 
     def __init__(self, owner: Any):
         """owner: the engine."""
@@ -35,7 +35,7 @@ class WeightUpdates:
 
     @property
     def version(self) -> int:
-        """Of the weights: that of the last `update`."""
+        """The version of the weights, which the last `update` set."""
         version: int = self._owner.engines[0].core.weights.version
         return version
 
@@ -49,40 +49,54 @@ class WeightUpdates:
         cast: bool = True,
         copy: bool = False,
     ) -> None:
-        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. Several engines switch between the same steps, and several processes: process 0 calls it,
-        and each other one where its `follow` returns True, with the same arguments (version and mode are
-        those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
-        whose weights were donated to another program answers again.
+        """Replaces the weights between two steps, without compiling.
 
-        The weights are a tree, a directory, or a stream of named tensors. A directory and a stream are read
-        leaf by leaf: each leaf is converted and put on the devices before the next one is read. If one of
-        them ends early or is wrong, the engine keeps its weights.
+        After it, pages of earlier weights are not shared any more. Several engines switch between the same
+        steps. If the weights of an engine were donated to another program, the engine can answer again after
+        an update.
+
+        The weights come from one of three sources. A directory and a stream are read leaf by leaf: each leaf
+        is converted and put on the devices before the next one is read. If a source ends early or is wrong,
+        the engine keeps its weights.
+
+        - A tree has leaves with the paths and shapes of `model.params`, in any containers, on any devices.
+        - A directory (a text or a `Path`) is a checkpoint that `save_model` wrote, or a Hugging Face
+          checkpoint. Its config must be equal to the config of `model`.
+        - A stream (an iterator, `dict.items()`, or a list) has pairs of a name and an array, by the published
+          names of `xj.params.params_to_tensors`, in any order.
+
+        An engine with int8 or int4 matrices also takes floats, and quantizes them on its devices. Key heads
+        that the engine repeats, and rows that pad its vocabulary, may be missing. If a family stores queries,
+        keys and values as one tensor, a stream must have the repeated key heads.
+
+        If the engine is over several processes, process 0 calls `update`, and each other process calls it
+        when its `follow` returns True, with the same arguments. `version` and `mode` are taken from process
+        0. An error in one process is raised in all, and nothing changes. For a directory only process 0 calls
+        `update`, and each process reads its own directory of this path.
 
         Args:
-            params: one of these sources:
-                a tree: leaves with the paths and shapes of `model.params`, in any containers, on any devices;
-                a directory (a text or a `Path`): a checkpoint that `save_model` wrote, or one of Hugging
-                Face, whose config is that of `model`. Over several processes process 0 alone calls this, and
-                each process reads the directory of this path;
-                a stream (an iterator, `dict.items()`, or a list): pairs of a name and an array, by the
-                published names that `params_to_tensors` gives, in any order.
-                An engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
-                heads that it repeats and rows that pad its vocabulary may be missing. (A stream of a family
-                whose queries, keys and values are one tensor has these key heads repeated.)
-            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
-            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
-                answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "abort". "recompute": their keys are computed anew, and they go
-                on; where other devices prefill prompts, those that decode compile programs for that.
-            cast: floats of another type are cast. False: they are an error. A directory is always cast.
-            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
-                donate them to a training step.
+            params: the tree, the directory or the stream.
+            version: the version of these weights, for `token_versions`. None takes the last version plus 1.
+                Engines start with 0.
+            mode: the fate of unfinished answers:
+
+                - "continue": they continue with their keys.
+                - "wait": no answer starts until the answers that have begun are finished. Then the weights
+                  are replaced.
+                - "abort": they end with the finish_reason "abort".
+                - "recompute": their keys are computed again with the new weights, and they continue. If other
+                  devices prefill prompts, the devices that decode then compile programs for it.
+            cast: True casts floats of another type. False raises `InputError` for them. Floats of a directory
+                are always cast.
+            copy: True copies the arrays. False uses your arrays if they fit, so do not donate them to a
+                training step.
 
         Raises:
-            InputError: leaves or tensors that are missing, unknown or misshapen, a directory that cannot be
-                read or has another config, before anything changes; "wait" for answers of a paused engine;
-                other norms under int8 activations, while adapters are held; the engine is closed.
+            InputError: leaves or tensors are missing, unknown or misshapen.
+            InputError: a directory cannot be read, or has another config.
+            InputError: the mode is "wait", and the engine is paused with unfinished answers.
+            InputError: norms differ under int8 activations, while the engine has adapters.
+            InputError: the engine is closed.
         """
         owner = self._owner
         owner.check_local("weights")
@@ -105,7 +119,9 @@ class WeightUpdates:
                 owner.forget_prompts()
 
     def _fit_each(self, engines: Sequence[Any], params: WeightSource, cast: bool, copy: bool) -> list[Params]:
-        """Returns the parameters in the form and place of each engine's. A stream is read once for all."""
+        """Returns the parameters in the form and place of each engine's parameters. A stream is read once for
+        all.
+        """
         model = engines[0].model
         leaves = new_leaves(params, model.params, model.config) if len(engines) > 1 else None
         if leaves is not None:
@@ -113,8 +129,9 @@ class WeightUpdates:
         return [engine.weights.fit(params, cast, copy) for engine in engines]
 
     def fit(self, params: WeightSource, cast: bool = True, copy: bool = False) -> Params:
-        """Returns parameters in the form and place of an engine's, as `update` takes them. What is wrong in
-        one of several processes is raised in all.
+        """Returns parameters in the form and place of the engine's parameters, as `update` takes them.
+
+        If an argument is wrong in one of several processes, the error is raised in all.
         """
         owner = self._owner
         model = owner.model

@@ -28,13 +28,14 @@ _SHOWN = 8  # names in an error
 
 
 class ParamName(NamedTuple):
-    """A parameter, and where published files have it.
+    """A parameter, and its place in published files.
 
     Attributes:
-        path: in the tree, as "layers.0.q.weight".
-        name: of its tensor, which may hold other parameters too; with "{}": one tensor for each expert.
-        shape: of the parameter.
-        axes: its logical axes, by which `shardings` divides it.
+        path: the path in the tree, for example "layers.0.q.weight".
+        name: the name of the tensor in published files. The tensor may contain other parameters too. If the
+            name has "{}", there is one tensor for each expert.
+        shape: the shape of the parameter.
+        axes: the logical axes of the parameter. `shardings` divides the parameter by them.
     """
 
     path: str
@@ -44,22 +45,41 @@ class ParamName(NamedTuple):
 
 
 def param_names(config: ModelConfig) -> list[ParamName]:
-    """Returns every parameter of a model, in the order of its tree."""
+    """Returns every parameter of a model with its Hugging Face name, shape and logical axes.
+
+    The list has the order of the parameter tree.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> first = xj.params.param_names(model.config)[0]
+        >>> first.path, first.name
+        ('embed.weight', 'model.embed_tokens.weight')
+
+    Args:
+        config: the config of the model.
+    """
     specs = jax.tree.leaves(file_specs(config))
     return [ParamName(spec.name, spec.published_name, spec.shape, spec.axes) for spec in specs]
 
 
 @in_default_modes
 def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
-    """Returns a model's parameters as its family's published files have them: by name, some of them joined,
-    experts apart or together, a tied matrix once. A pure function, also under `jit`.
+    """Returns the parameters of a model as named tensors, as the published files of its family have them.
+
+    For example, a family may join some matrices, store its experts together or one by one, and store a tied
+    matrix once. It is a pure function, so it also works under `jit`.
 
     Args:
-        params: the tree, of float arrays; they may be sharded. Rows that pad its vocabulary are left out.
-        config: of the model.
+        params: the parameter tree of float arrays, which may be sharded. Rows that pad its vocabulary are
+            left out.
+        config: the config of the model.
+
+    Returns:
+        A dict from names to arrays.
 
     Raises:
-        InputError: leaves that are missing, unknown, misshapen or quantized.
+        InputError: leaves are missing, unknown, misshapen or quantized.
     """
     specs, leaves = specs_and_leaves(params, config)
     if quantized := [spec.name for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)]:
@@ -149,18 +169,20 @@ def plan_tensors(
 def params_from_tensors(
     config: ModelConfig, tensors: Mapping[str, Any], *, dtype: Dtype | None = None, mesh: Mesh | None = None
 ) -> Params:
-    """Returns the parameter tree of a Hugging Face checkpoint's tensors: the inverse of `params_to_tensors`.
-    A pure function, also under `jit`.
+    """Returns the parameter tree from the named tensors of a Hugging Face checkpoint.
+
+    It is the inverse of `params_to_tensors`, and a pure function, so it also works under `jit`.
 
     Args:
-        config: of the model, as `ModelConfig.from_hf` returns it.
-        tensors: float arrays by name; they may be sharded. Those of a model that also sees are taken by the
-            names of its text model, and its other tensors are left out.
-        dtype: float32, bfloat16 or float16; None: each tensor keeps its own.
-        mesh: parameters are divided over its axis "model", as by `shardings`; None: they stay.
+        config: the config of the model, for example from `ModelConfig.from_hf`.
+        tensors: a mapping from names to float arrays, which may be sharded. For a model with images you can
+            use the names of its text model, and its other tensors are left out.
+        dtype: float32, bfloat16 or float16. None keeps the dtype of each tensor.
+        mesh: a mesh. The parameters are sharded over its axis "model" (see `shardings`). None leaves the
+            arrays on their devices.
 
     Raises:
-        InputError: tensors that are missing, unknown or misshapen, all in one error.
+        InputError: tensors are missing, unknown or misshapen. One error lists all of them.
     """
     _check_arrays(config, tensors)
     named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name))}

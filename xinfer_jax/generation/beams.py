@@ -41,15 +41,16 @@ _MAX_DIGITS = 30  # of length ** length_penalty: float32 has 38, and sums need s
 
 @dataclasses.dataclass(repr=False)
 class BeamOutput:
-    """What `beam_search` returns: an entry for each prompt, in which the best sequence is the first. A single
-    prompt has the entry 0.
+    """The result of `beam_search`, with one entry per prompt. The best sequence of a prompt comes first.
+
+    A call with a single prompt has the entry 0.
 
     Attributes:
-        sequences: for each prompt the new ids of each sequence, with the EOS id that ended them.
-        scores: for each prompt the score of each sequence: sum of log-probabilities / (new tokens, EOS
-            included) ** length_penalty.
-        stats: the cost of the call. Rows are prompts. Tokens are those of the best sequence of each prompt,
-            which are known only at the end.
+        sequences: for each prompt, the new ids of each sequence, with the EOS id that ended it.
+        scores: for each prompt, the score of each sequence: the sum of its log-probabilities, divided by the
+            number of new tokens (EOS included) to the power of `length_penalty`.
+        stats: the cost of the call. Each prompt counts as a row. Generated tokens are the tokens of the best
+            sequence of each prompt, which are known only at the end.
     """
 
     sequences: list[list[list[int]]]
@@ -92,40 +93,52 @@ def beam_search(  # noqa: PLR0913  a public function
     cache_dtype: str | None = None,
     processors: "Sequence[tuple[LogitsProcessor, Any]] | None" = None,
 ) -> BeamOutput:
-    """Returns the most likely continuations that a search with `num_beams` beams finds, as transformers 5
-    does. Each prompt gets the sequences that it gets alone.
+    """Returns the most likely continuations that a beam search finds, as transformers 5 does.
+
+    Each prompt gets the sequences that it gets alone.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> out = xj.beam_search(model.params, model.config, ids, num_beams=2, max_tokens=12)
+        >>> model.tokenizer.decode(out.sequences[0][0])
+        'The capital of France is Paris.'
 
     Args:
-        params, config: the model.
-        ids: one prompt as a list of token ids, or a list of prompts, of any lengths.
-        num_beams: continuations of each prompt that are followed; 1: the greedy one, which ends at its first
-            EOS with every early_stopping.
-        num_return_sequences: how many sequences to return, at most num_beams; None: all.
-        length_penalty: scores are divided by length ** length_penalty. Above 0 it favours long sequences,
-            below 0 short ones.
-        early_stopping: True: stop at num_beams ended sequences. False: stop when the best beam, scored at its
-            present length, is no better than the worst of these. "never": stop when no beam could become
-            better at any length.
-        max_tokens: traced, like length_penalty: another number below the same power of two compiles
-            nothing.
-        eos_token_ids: any of them ends a sequence; None: the model's own; (): none.
-        sampling: None: `SamplingConfig()`. The logits processors change each beam's log-probabilities, given
-            the prompt and the tokens of that beam. Scores are sums of the processed log-probabilities. A
-            temperature above 0 means beam sampling: candidates are drawn without replacement from the softmax
-            of beam score + processed log-probability.
-        key: one PRNG key (prompt i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
-        capacity, impl, cache_dtype: as in `GenerateOptions`.
-        processors: as in `GenerateOptions`: they get log-probabilities, and their states follow the beams.
-            The beams of a prompt have equal keys.
+        params, config: the parameter tree of the model, and its config.
+        ids: one prompt as a list of token ids, or a list of prompts of any lengths.
+        num_beams: the number of continuations of each prompt that the search follows. 1 returns the greedy
+            continuation, which ends at its first EOS with every `early_stopping`.
+        num_return_sequences: the number of sequences to return, at most `num_beams`. None returns all.
+        length_penalty: scores are divided by length ** length_penalty. A value above 0 favours long
+            sequences, and a value below 0 favours short ones.
+        early_stopping: True stops when `num_beams` sequences have ended. False stops when the best beam,
+            scored at its present length, is no better than the worst of the ended sequences. "never" stops
+            when no beam could become better at any length.
+        max_tokens: the most new tokens of a sequence. It is traced, like `length_penalty`, so another number
+            below the same power of two compiles nothing.
+        eos_token_ids: ids that end a sequence. None takes the model's own ids. With `()` no id ends a
+            sequence.
+        sampling: the sampling settings. None takes `SamplingConfig()`. The logits processors change each
+            beam's log-probabilities, given the prompt and the tokens of that beam, and scores are sums of
+            these processed log-probabilities. A temperature above 0 means beam sampling: candidates are drawn
+            without replacement from the softmax of beam score plus processed log-probability.
+        key: one PRNG key (prompt i then uses `fold_in(key, i)`), or one key per prompt. Only sampling needs
+            it.
+        capacity, impl, cache_dtype: as for `GenerateOptions`.
+        processors: as for `GenerateOptions`. The processors get log-probabilities, and their states follow
+            the beams. The beams of a prompt have equal keys.
 
     Returns:
-        `BeamOutput`, with num_return_sequences sequences and scores per prompt: fewer if the settings leave
-        fewer, and none if no beam has a token left that it may choose.
+        A `BeamOutput` with `num_return_sequences` sequences and scores per prompt. If the settings leave
+        fewer sequences, it has fewer, and it has none if no beam has an allowed token left.
 
     Raises:
-        InputError: an invalid prompt, setting or key; before anything is traced.
+        InputError: a prompt, a setting or the key is invalid. The call raises it before anything is traced.
 
-    Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
+    The search is `GenerationMixin._beam_search` of transformers 5. Candidates are drawn with Gumbel noise
+    (Kool et al. 2019).
     """
     settings = BeamSettings(num_beams, num_return_sequences, length_penalty, early_stopping)
     with Stopwatch() as setup:

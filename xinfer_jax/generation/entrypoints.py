@@ -27,26 +27,45 @@ def generate(
     *,
     key: jax.Array | None = None,
 ) -> GenerateOutput:
-    """Continues every prompt. Lengths may differ. Each prompt gets the tokens that it gets alone.
+    """Generates one or more answers to each prompt of a batch, as token ids with log-probabilities.
 
-    The number of rows is rounded up to a power of two, and lengths are rounded up, so that few programs are
-    compiled.
-    Padding rows cost their share of a step.
+    Prompts may have different lengths. Each prompt gets the tokens that it gets alone. For a text in and a
+    text out, use `generate_text`. For tokens as they are sampled, use `stream`.
 
-    On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
-    `max_tokens` exceed 256; else, and where the host writes a grammar's masks, it calls programs of a few
-    layers, as `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits
-    whatever is compiled already. On GPUs, on meshes and with taps it is always a loop.
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> out = xj.generate(model.params, model.config, [ids])
+        >>> model.tokenizer.decode(out.tokens[0])
+        'The capital of France is Paris.'
+        >>> out.finish_reason
+        ['stop']
+
+    To compile few programs, the number of rows is rounded up to a power of two, and lengths are rounded up. A
+    padding row costs as much of a step as a real one.
+
+    The arguments decide how tokens are decoded, so a call has the same bits whatever was compiled before:
+
+    - On GPUs, on TPUs, on meshes and with taps, decoding is one loop on the device.
+    - On one CPU device it is one loop if rows (rounded up, with `n` per prompt) times `max_tokens` exceed
+      256.
+    - Otherwise, and if the host writes the masks of a grammar, the host calls programs of a few layers, as
+      `stream` does. These programs compile sooner.
 
     Args:
-        params, config: the model.
-        prompts: token ids, at least one per prompt.
-        options: None: `GenerateOptions()`.
-        key: one PRNG key (row i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
+        params, config: the parameter tree of the model, and its config.
+        prompts: a list of prompts. Each is a list with at least one token id.
+        options: the options of the call. None takes `GenerateOptions()`: greedy, at most 128 tokens.
+        key: one PRNG key (row i then uses `fold_in(key, i)`), or one key per prompt. Only sampling needs it.
+
+    Returns:
+        A `GenerateOutput` with tokens, log-probabilities, the reason of each end, and statistics.
 
     Raises:
-        InputError: an invalid prompt, option or key; before anything is traced. Also where sampling found
-            log-probabilities that are not finite, or no token that is allowed.
+        InputError: a prompt, an option or the key is invalid. The call then raises it before anything is
+            traced. After sampling it is raised if log-probabilities are not finite, or if no token was
+            allowed.
     """
     call = validate_call(params, config, prompts, options, key)
     long = call.rows * call.options.max_tokens > _LOOP_TOKENS

@@ -40,26 +40,27 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Decoded(DecodeState):
-    """What `decode_loop` returns: the state of the rows, and their KV cache. T: `output_size`.
+    """The result of `decode_loop`: the state of the rows, and their KV cache. T is `output_size`.
 
     Attributes:
-        token_B: int32: the last token sampled.
-        key_B: PRNG keys.
-        sampling_B: settings of each row.
-        limit_B: int32: the most tokens of the answer.
+        token_B: int32: the last sampled token of each row.
+        key_B: the PRNG keys of the rows.
+        sampling_B: the settings of each row.
+        limit_B: int32: the most tokens of each answer.
         finished_B: bool: the row has sampled an EOS token, or `stop` has ended it.
-        context: what the logits processors need.
-        tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
-        logprobs_BT: float32: their log-probabilities before any logits processor.
-        alternatives: `logprobs=k`: `processed_logprobs_BT`, the log-probabilities after all processors; and
-            of the k most likely tokens `id_BTA` and `logprobs_BTA` before them, `processed_id_BTA` and
-            `processed_logprobs_BTA` after them. With `return_support` also `support_BTW`, uint32
-            [B, T, ceil(V/32)]: if id v was left, bit v % 32 of word v // 32 is set. None: not asked for.
+        context: the data that the logits processors need.
+        tokens_BT: int32: the sampled tokens, the EOS token included. Entries after the end of a row are 0.
+        logprobs_BT: float32: the log-probabilities of these tokens before any logits processor.
+        alternatives: more arrays, if you pass `logprobs=k` to `decode_loop`. `processed_logprobs_BT` has the
+            log-probability of each token after all processors. `id_BTA` and `logprobs_BTA` have the k most
+            likely tokens before the processors, and `processed_id_BTA` and `processed_logprobs_BTA` after
+            them. With `return_support` there is also `support_BTW`, uint32 [B, T, ceil(V/32)]: if id v was
+            allowed, bit `v % 32` of word `v // 32` is set. None: you did not ask for them.
         output_start_B: None.
-        cache: with all tokens but the last one of each row.
-        at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
-        routed_experts: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `run_model`; -1
-            from a row's last token on, on which the model has not run.
+        cache: the KV cache with all tokens except the last one of each row.
+        at_capacity_B: bool: the row ended before its limit, because the cache has no space for more tokens.
+        routed_experts: int32 [B, T, L, U]: the experts of the sampled tokens (see `run_model`), if you asked
+            for them. Entries are -1 from a row's last token on, because the model has not run on it.
     """
 
     cache: KVCache = None  # type: ignore[assignment]  # fields before it have defaults
@@ -95,26 +96,44 @@ def prefill(  # noqa: PLR0913  a public function
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends a prompt, or more tokens of one, to the cache. Long prompts are prefilled in chunks; chunks of
-    padding are skipped.
+    """Appends a prompt, or a part of one, to the KV cache, and returns the next logits.
+
+    Long prompts are prefilled in chunks, and chunks that have only padding are skipped. The function works
+    inside your own `jit`. Only the shapes of traced values are checked there, and tokens beyond the capacity
+    are dropped and flagged in `overflow_B`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> tokens_BT = jnp.array([[5, 6, 7], [8, 9, 0]])  # the second prompt has one token of padding
+        >>> cache = xj.init_cache(model.config, rows=2, capacity=64)
+        >>> logits_BV, cache = xj.prefill(model.params, model.config, tokens_BT, jnp.array([3, 2]), cache)
+        >>> logits_BV.shape, cache.length_B.tolist()
+        ((2, 1920), [3, 2])
 
     Args:
-        params, config: the model.
+        params, config: the parameter tree of the model, and its config.
         tokens_BT: int32 token ids, padded on the right.
-        num_tokens_B: int32, how many of each row are real.
-        cache: with the tokens before these.
-        inputs_BTD, taps: as in `run_model`, which also returns experts and what taps read.
-        donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
-        impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
+        num_tokens_B: int32 [B]: the number of real tokens in each row.
+        cache: the KV cache with the tokens before these, from `init_cache` or an earlier call.
+        inputs_BTD: inputs of the first layer in place of embeddings (see `run_model`). None embeds the
+            tokens.
+        taps: edits of the residual stream (see `run_model`). None of them may read: `run_model` returns the
+            hidden states that taps read.
+        donate: True lets the call reuse the memory of `cache`. Your `cache` is deleted then.
+        impl: the implementation of the operations: "xla", or the name of a kernel, for example "triton". None
+            chooses the one that suits the device.
 
     Returns:
-        float32 logits [B, V] after each row's last real token, and the cache.
+        float32 logits [B, V] after each row's last real token, and the cache with the tokens appended.
 
     Raises:
-        InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
-            tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            an impl that this machine lacks, or that cannot serve the call; taps that read, or as in
-            `run_model`; reverse mode of several chunks. Of traced values only the shapes are checked.
+        InputError: arrays have a wrong shape or type, or ids are outside the vocabulary.
+        InputError: the cache belongs to another model, or the tokens exceed its capacity.
+        InputError: this machine lacks the `impl`, or it cannot serve the call.
+        InputError: taps read, or are invalid (see `run_model`).
+        InputError: you differentiate several chunks in reverse mode.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -145,13 +164,23 @@ def decode_step(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends one token per row: float32 logits [B, V] and the cache; `donate` and `impl` as in `prefill`.
+    """Appends one token per row to the KV cache, and returns the logits for the next token.
 
-    The call does not wait for the device: a token past the capacity is dropped and flagged in the cache's
-    `overflow_B`, and ids are not checked.
+    Use it if you write your own decoding loop. The call does not wait for the device, so it does not check
+    ids. A token beyond the capacity is dropped, and flagged in the cache's `overflow_B`.
+
+    Args:
+        params, config: the parameter tree of the model, and its config.
+        token_B: int32 [B]: the token to append to each row.
+        cache: the KV cache with the tokens before these.
+        donate, impl: as for `prefill`.
+
+    Returns:
+        float32 logits [B, V], and the cache with the tokens appended.
 
     Raises:
-        InputError: tokens of another shape or type, a cache of another model, or an invalid impl.
+        InputError: the tokens have a wrong shape or type, the cache belongs to another model, or `impl` is
+            invalid.
     """
     check_impl(impl)
     check_array("token_B", token_B, np.integer, "rows")
@@ -186,51 +215,80 @@ def decode_loop(  # noqa: PLR0913  a public function
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
-    """Samples tokens on the device until every row has an EOS id or max_tokens.
+    """Samples tokens in one loop on the device, until every row has an EOS id or max_tokens.
+
+    Call it after `prefill`. It works inside your own `jit`, for example in the rollout of a trainer.
+    `generate` does all of this for you if you do not need your own program. Under your `jit` only the shapes
+    of traced values are checked, and tokens beyond the capacity are dropped and flagged in `overflow_B`.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> cache = xj.init_cache(model.config, rows=1, capacity=64)
+        >>> logits_BV, cache = xj.prefill(
+        ...     model.params, model.config, jnp.array([ids]), jnp.array([len(ids)]), cache
+        ... )
+        >>> eos_ids = jnp.array(model.config.eos_token_ids)
+        >>> out = xj.decode_loop(
+        ...     model.params, model.config, logits_BV, cache, jax.random.key(0), xj.SamplingConfig(), eos_ids,
+        ...     max_tokens=16,
+        ... )
+        >>> model.tokenizer.decode(out.tokens_BT[0, : out.length_B[0]].tolist())
+        'The capital of France is Paris.'
 
     Args:
-        params, config: the model.
-        logits_BV: float32, of the last token in the cache (from `prefill`).
-        cache: with the prompt.
-        row_key_B: one PRNG key per row, or one that is split for them.
-        sampling_B: settings as numbers or arrays [B].
-        eos_ids: int32 [E], may be empty.
-        max_tokens: at least 1: a number, or int32 [B]. Traced: others compile nothing if output_size is
-            the same. A number below 1 that the caller traces counts as 1.
-        seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
-            samples.
-        history_BS: int32, each row's tokens in order up to the cache's `length_B`, with space for the new
-            ones. `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it.
-        output_size: T of the results, and the most tokens; None: max_tokens, which then must not be
-            traced by the caller.
-        logprobs: k: the results have `alternatives`: the log-probability of each token after the logits
-            processors, and before and after them the k most likely tokens, which may be none. None: they
-            have not.
-        grammar: from `compile_dfa`, for all rows or one (or None) per row; traced or not. A row ends where
-            the automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as
-            well: its text does not match then.
-        processors: logits processors of yours, each with the arguments of its rows: a pytree of numbers, or
-            of arrays with rows in front, which may be traced.
-        sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw, of greedy rows too, after all
-            processors and filters. It must not choose a logit of -inf; ids are clipped to the vocabulary.
-        stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
-        return_routed_experts: the results have `routed_experts`, the experts of the tokens of a model with
-            mixtures.
-        return_support: `alternatives.support_BTW` has the sampling mask of each token, as `score` takes it:
-            which ids the processors and filters left. `logprobs` is then at least 0.
-        taps, donate, impl: as in `prefill`; a tap gets the hidden states of one token of each row.
+        params, config: the parameter tree of the model, and its config.
+        logits_BV: float32 logits after the last token in the cache, from `prefill`.
+        cache: the KV cache with the prompt.
+        row_key_B: one PRNG key per row, or one key that is split for the rows.
+        sampling_B: the sampling settings: a `SamplingConfig` of numbers, or of arrays [B].
+        eos_ids: int32 [E]: ids that end a row. The array may be empty.
+        max_tokens: the most tokens of each answer, at least 1: a number, or int32 [B]. It is traced, so
+            another value compiles nothing if `output_size` stays the same. If you trace the number yourself,
+            a value below 1 counts as 1.
+        seen_BV: bool: the tokens that the repetition penalty counts as present. None counts only the tokens
+            that this call samples.
+        history_BS: int32: each row's tokens in order up to the cache's `length_B`, with space for the new
+            ones. The settings `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it.
+        output_size: T of the results, which is also the most tokens. None takes `max_tokens`, which you must
+            not trace then.
+        logprobs: the number k of alternatives. The result then has `alternatives`: the log-probability of
+            each token after the logits processors, and the k most likely tokens before and after them. k may
+            be 0. None returns no `alternatives`.
+        grammar: an automaton from `xj.grammar.compile_dfa` for all rows, or a list with one (or None) per
+            row. You may trace it. A row can end only at a point at which its automaton may end, by one of
+            `eos_ids`. If the settings leave no token that the automaton allows, the row ends too, and its
+            text does not match.
+        processors: logits processors that you wrote: a list of pairs of a `LogitsProcessor` and its
+            arguments. The arguments are a pytree of numbers, or of arrays with rows in front. You may trace
+            them.
+        sample: a function `(key_B, logits_BV, context) -> int32 [B]` that samples the tokens, also in greedy
+            rows. It gets the logits after all processors and filters. It must not choose a logit of -inf. Ids
+            outside the vocabulary are clipped. None samples by `sampling_B`.
+        stop: a function `(state) -> bool [B]` that is called after each token. It says which rows end, in
+            addition to rows with an EOS id. None ends no further rows.
+        return_routed_experts: True adds `routed_experts` to the result: the experts of each token of a
+            mixture-of-experts model.
+        return_support: True adds `alternatives.support_BTW` to the result: the sampling mask of each token,
+            as `score` takes it, with the ids that processors and filters left. `logprobs` is then at least 0.
+        taps: as for `prefill`. A tap gets the hidden states of one token of each row.
+        donate, impl: as for `prefill`.
 
     Returns:
-        The rows' state (tokens_BT, logprobs_BT, length_B, all three with the EOS token, finished_B) and
-        cache, with all tokens but the last one of each row. A row for which the cache has no more space ends
-        (`at_capacity_B`). This function does not check that log-probabilities are finite; others show broken
-        weights or an overflow.
+        `Decoded`: the state of the rows (`tokens_BT`, `logprobs_BT` and `length_B`, all three with the EOS
+        token, and `finished_B`) and the cache with all tokens except the last one of each row. If the cache
+        has no more space for a row, the row ends (`at_capacity_B`). The function does not check whether
+        log-probabilities are finite. Check them yourself if weights may be broken or values may overflow.
 
     Raises:
-        InputError: an argument of another shape, type or range, a cache of another model; the tokens may
-            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            a caller's function returns other shapes or dtypes; taps as in `prefill`; reverse mode through
-            log-probabilities or cache. Of traced values only the shapes are checked.
+        InputError: an argument has a wrong shape, type or range.
+        InputError: the cache belongs to another model, or the tokens may exceed its capacity.
+        InputError: your function returns wrong shapes or dtypes.
+        InputError: taps read, or are invalid (see `run_model`).
+        InputError: you differentiate through log-probabilities or the cache in reverse mode.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

@@ -31,48 +31,66 @@ MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes 
 @keyword_options(max_new_tokens="max_tokens")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Options of `generate`, `stream` and the text functions.
+    """Options of `generate`, `stream`, the functions of text and the requests of an engine.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> options = xj.GenerateOptions(max_tokens=4, logprobs=2)
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> out = xj.generate(model.params, model.config, [ids], options)
+        >>> out.finish_reason
+        ['length']
 
     Attributes:
-        max_tokens: most new tokens of a row, EOS included; at least 1.
-        sampling: how a token is sampled: one `SamplingConfig` for all prompts, or one per prompt; it counts
-            as a whole. None: functions of a `Model` follow its generation_config.json
-            (`Model.sampling_config`), and functions of `params` and `config` are greedy.
-        eos_token_ids: any of them ends a row; None: the model's own (`ModelConfig.eos_token_ids`, which
-            `load_model` finds); (): none, rows end at max_tokens.
-        capacity: tokens that a row of the cache can hold; None: what the call needs, rounded up.
-        use_cache: False: compute the whole sequence again for every token, for comparisons.
-        impl: of the operations: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
-        cache_dtype: of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type; None:
-            float32 on CPU, else the type of the activations.
-        stop_token_ids: end a row as EOS ids do.
-        stop_strings: the text ends before the first of them; only for the text functions.
-        n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer 0 samples with
-            row_key, as a single one does, and answer j with fold_in(row_key, j).
-        best_of: generate so many answers per prompt and return the n with the largest log-probability per
-            token; None: n.
-        logprobs: alternatives returned for each token, before and after the logits processors; 0: none.
-        draft: what proposes draft tokens: a `Model` with the same vocabulary; "lookup" (prompt look-up: the
-            tokens that followed earlier in the row); or a traceable function (history_BS, length_B, count) ->
-            int32 [B, count], where B is a power of two and the last rows may be padding; None: no
-            speculation.
-        draft_tokens: draft tokens per step, 1 to 16; at most what fits into the answer.
-        prefix: from an earlier call. The part of each prompt that this prefix covers is not prefilled again.
-            None: prefill everything.
-        keep_prefix: return the cache as out.prefix, for the next call.
-        logits: also return the logits of every step, before any logits processor: float32 [steps, V] per row.
-        support: also return the sampling mask of every step, as `score` takes it: uint32 [steps, ceil(V/32)]
+        max_tokens: the most new tokens of a row, the EOS token included. At least 1.
+        sampling: the sampling settings: one `SamplingConfig` for all prompts, or one per prompt. It replaces
+            all settings of the checkpoint. If it is None, functions of a `Model` follow its
+            generation_config.json (`Model.sampling_config`), and functions of `params` and `config` are
+            greedy.
+        eos_token_ids: ids that end a row. None takes the model's own ids (`ModelConfig.eos_token_ids`, which
+            `load_model` finds). With `()` no EOS id ends a row.
+        capacity: the most tokens that a row of the KV cache can hold. None takes the need of the call,
+            rounded up.
+        use_cache: False computes the whole sequence again for every token. Use it for comparisons.
+        impl: the implementation of the operations: "mosaic", "triton", "tpu" or "xla". None chooses the one
+            that suits the device.
+        cache_dtype: the dtype of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type.
+            None takes float32 on a CPU, and the dtype of the activations on other devices.
+        stop_token_ids: ids that end a row as EOS ids do.
+        stop_strings: texts that end an answer. Its text ends before the first of them. Only the functions of
+            text, engines and the server take them. `generate` and `stream` raise `InputError`.
+        n: the number of answers per prompt. Rows `i * n` to `i * n + n - 1` belong to prompt i. Answer 0
+            samples with the prompt's key, as a single answer does, and answer j samples with
+            `fold_in(key, j)`.
+        best_of: the number of answers to generate per prompt. The call returns the n answers with the largest
+            log-probability per token. None generates n.
+        logprobs: the number of alternatives to return for each token, before and after the logits processors.
+            0 returns none.
+        draft: the source of draft tokens for speculative decoding. It is a `Model` with the same vocabulary,
+            "lookup" (prompt lookup: the tokens that followed the same tokens earlier in the row), or your own
+            function that JAX can trace: `(history_BS, length_B, count) -> int32 [B, count]`. In the function
+            B is a power of two, and the last rows may be padding. None: no speculative decoding.
+        draft_tokens: the number of draft tokens per step, 1 to 16. Fewer are used if fewer fit into the
+            answer.
+        prefix: the `out.prefix` of an earlier call. The part of each prompt that it covers is not prefilled
+            again. None prefills all tokens.
+        keep_prefix: True returns the KV cache as `out.prefix`, for the next call.
+        logits: True also returns the logits of every step, before any logits processor: float32 [steps, V]
             per row.
-        grammar: what an answer has to be: from `json_schema`, `json_object`, `regex`, `lark` or `choice`; one
-            for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
-            answer that reaches max_tokens before is cut. None: anything.
-        processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
-            `history_BS` of their context has the prompts' tokens. A request to an engine takes the same list
-            of processors that the engine was made with, or {name: arguments} of them, where None stands for
-            the default arguments.
-        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows. A
-            request to an engine takes the taps {layer: Tap.steer(vector, factor)} of vectors that the engine
-            was made with, or {name: factor} of them.
+        support: True also returns the sampling mask of every step, as `score` takes it: uint32 [steps,
+            ceil(V/32)] per row.
+        grammar: the grammar of the answers, from `xj.grammar.json_schema`, `json_object`, `regex`, `lark` or
+            `choice`. Pass one for all prompts, or a list with one (or None) per prompt. An EOS token can come
+            only at a point at which the grammar allows the answer to end. If an answer reaches max_tokens
+            before, it is incomplete. None allows any text.
+        processors: logits processors that you wrote: a list of pairs of a `LogitsProcessor` and its arguments
+            for the prompts (see `decode_loop`). The `history_BS` of their context has the tokens of the
+            prompts too. A request to an engine takes the list of processors that the engine was made with, or
+            a dict {name: arguments}. In both, None stands for the default arguments.
+        taps: edits of the residual stream (see `decode_loop`). They edit all rows in the same way, so their
+            `args` have no row axis. A request to an engine takes taps {layer: Tap.steer(vector, factor)} of
+            vectors that the engine was made with, or a dict {name: factor}.
     """
 
     max_tokens: int = 128
@@ -100,26 +118,30 @@ class GenerateOptions:
 
 @dataclasses.dataclass(repr=False)
 class GenerateOutput:
-    """What `generate` returns; one entry per prompt and answer.
+    """The result of `generate`, with one entry per answer. The n answers to a prompt are next to each other.
 
     Attributes:
-        tokens: all ids that were sampled. If an EOS or stop id ended the answer, it is the last one.
+        tokens: all sampled ids of each answer. If an EOS or stop id ended the answer, it is the last id.
         logprobs: the natural log-probability of each token before any logits processor.
-        finish_reason: OpenAI's values: "stop" (an EOS id, a stop id or a stop string) or "length"; also
-            "abort", if you stopped the call, and in an engine "error".
-        stop_reason: what stopped the answer (vLLM's field). None: an EOS id, or the length. A number: that
-            stop id. A text: that stop string, or why an engine ended the answer before its end: "deadline"
-            (its finish_reason is "length"), "cancelled", or "aborted" by `Engine.update` or `Engine.pause`.
-        stats: the cost of the call.
-        alternatives: with options.logprobs: of each token; else None.
-        logits: with options.logits: float32 [tokens, V]; else None.
-        prefix: with options.keep_prefix: the cache, for the next call; else None.
-        token_versions: of an engine: the version of the weights that sampled each token; else None.
-        adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
-            `token_versions` the version of the adapter; else None.
-        routed_experts: of an engine that is asked for them: `Answer.routed_experts`; else None.
-        support: with options.support, or of an engine that is asked for it: uint32 [entries of `logprobs`,
-            ceil(V/32)]. If entry t could be id v, bit v % 32 of word v // 32 is set. Else None.
+        finish_reason: OpenAI's values: "stop" (an EOS id, a stop id or a stop string ended the answer) or
+            "length". It is "abort" if you stopped the call. In an engine it can also be "error".
+        stop_reason: the id or the text that stopped the answer (vLLM's field). None: an EOS id or the length
+            did. A number is the stop id. A text is the stop string, or the reason for which an engine ended
+            the answer early: "deadline" (with the finish_reason "length"), "cancelled", or "aborted" (by
+            `Engine.update` or `Engine.pause`).
+        stats: the cost of the call in time, tokens and memory.
+        alternatives: the alternatives of each token, if you set `options.logprobs`. Otherwise None.
+        logits: float32 [tokens, V] per answer, if you set `options.logits`. Otherwise None.
+        prefix: the KV cache for the next call, if you set `options.keep_prefix`. Otherwise None.
+        token_versions: the version of the weights that sampled each token, if an engine generated the answer.
+            Otherwise None.
+        adapter, adapter_versions: the name of the LoRA adapter of a request to an engine, and the version of
+            the adapter for each token. None if the request names no adapter.
+        routed_experts: the experts of each token (`Answer.routed_experts`), if a request to an engine asks
+            for them. Otherwise None.
+        support: the sampling masks uint32 [entries of `logprobs`, ceil(V/32)] per answer, if you set
+            `options.support`, or if a request to an engine asks for them. If token t could be id v, bit
+            `v % 32` of word `v // 32` of entry t is set. Otherwise None.
     """
 
     tokens: list[list[int]]
@@ -143,13 +165,20 @@ class GenerateOutput:
         return f"GenerateOutput({answers}, finish_reason: {reasons or 'none'})"
 
     def text_ids(self, row: int) -> list[int]:
-        """Returns the ids of an answer that have text: all but the EOS or stop id that ended them."""
+        """Returns the ids of an answer without the EOS or stop id that ended it.
+
+        Args:
+            row: the index of the answer.
+        """
         ends_with_id = self.finish_reason[row] == "stop" and not isinstance(self.stop_reason[row], str)
         return self.tokens[row][: -1 if ends_with_id else None]
 
     def best(self, n: int, of: int) -> "GenerateOutput":
-        """The n answers with the largest mean log-probability of each group of `of` consecutive ones, best
-        first.
+        """Returns the best answers of each group, by their mean log-probability.
+
+        Args:
+            n: the number of answers to keep of each group. The best one comes first.
+            of: the number of consecutive answers that form a group.
         """
         mean = [np.mean(row) if row else -np.inf for row in self.logprobs]
         groups = (range(first, first + of) for first in range(0, len(mean), of))

@@ -17,16 +17,18 @@ from .functional import Decoded, prefill
 
 
 class PackedRollout(NamedTuple):
-    """Rows of a prompt and its answer, padded on the right.
+    """Rows of a prompt and its answer, padded on the right, from `pack_rollout`.
 
     Attributes:
-        tokens_BT: int32.
-        num_tokens_B: int32: of prompt and answer.
-        mask_BT: bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`.
-        logprobs_BT: float32 [B, T-1]: of sampled tokens, as they were sampled; else 0.
-        routed_experts: int32 [B, T, L, U], as `score` takes them, where the answer has them.
-        support: uint32 [B, T, ceil(V/32)], as `score` takes them, where the answer has them: sampling masks
-            of the sampled tokens, and 0 of others.
+        tokens_BT: int32: the tokens of prompt and answer.
+        num_tokens_B: int32: the number of tokens of prompt and answer.
+        mask_BT: bool [B, T-1]: entry t is True if token t+1 was sampled, so it matches the entries of
+            `score`.
+        logprobs_BT: float32 [B, T-1]: the log-probabilities with which tokens were sampled, and 0 for other
+            tokens.
+        routed_experts: int32 [B, T, L, U], as `score` takes them. None: the answer has no recorded experts.
+        support: uint32 [B, T, ceil(V/32)], as `score` takes them: the sampling masks of the sampled tokens,
+            and 0 for other tokens. None: the answer has no recorded masks.
     """
 
     tokens_BT: jax.Array
@@ -45,21 +47,25 @@ add_old_names(PackedRollout, routes="routed_experts")
 def pack_rollout(
     prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routed_experts: AnyArray | None = None
 ) -> PackedRollout:
-    """Returns each prompt followed by its answer, with the log-probabilities at the entries of `score`.
+    """Returns each prompt followed by its answer, with log-probabilities at the entries of `score`.
 
-    Works under `jit`. Log-probabilities are those after the logits processors where `decode_loop` recorded
-    them (`logprobs=`): of the distribution that was sampled from; else those before.
+    Use it between `decode_loop` and your loss. It works under `jit`. If `decode_loop` recorded
+    log-probabilities after the logits processors (`logprobs=`), `logprobs_BT` has them, since the tokens were
+    sampled from that distribution. Otherwise it has the log-probabilities before the processors.
 
     Args:
-        prompt_BT: int32, padded on the right.
-        num_tokens_B: int32: how many of each row are real.
-        out: what `decode_loop` returned for these rows; its `routed_experts` are packed as well.
-        prompt_routed_experts: those of the prompt, from `run_model`; None: -1, so `score` chooses its experts
-            again.
+        prompt_BT: int32 token ids of the prompts, padded on the right.
+        num_tokens_B: int32: the number of real tokens in each row.
+        out: the result of `decode_loop` for these rows. Its `routed_experts` are packed too.
+        prompt_routed_experts: the experts of the prompt's tokens, from `run_model`. None puts -1, so `score`
+            chooses these experts again.
+
+    Returns:
+        A `PackedRollout`.
 
     Raises:
-        InputError: arrays of another shape or type; experts of the prompt alone; outside a trace also a
-            number of tokens outside the row.
+        InputError: arrays have a wrong shape or type, or you give experts of the prompt and `out` has none.
+            Outside a trace it is also raised if a number of tokens is outside the row.
     """
     check_array("prompt_BT", prompt_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
     check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
@@ -67,7 +73,7 @@ def pack_rollout(
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routed_experts is not None:
         if out.routed_experts is None:
-            raise InputError("the answer has no routes: give return_routed_experts=True to decode_loop")
+            raise InputError("the answer has no routed experts: decode_loop(return_routed_experts=True) has")
         check_array(
             "prompt_routed_experts", prompt_routed_experts, jnp.integer, B, T, *out.routed_experts.shape[2:]
         )
@@ -109,21 +115,26 @@ def continue_rows(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends tokens after answers, as the result of a tool: `prefill` with each row's last token before
-    them, which `decode_loop` has not appended.
+    """Appends tokens after answers, and returns the logits for the next token.
+
+    Use it to append the result of a tool, for example.
+
+    `decode_loop` does not append the last token of a row to the cache. This function appends it first, and
+    then your tokens, as `prefill` does.
 
     Args:
-        params, config: the model.
-        out: from `decode_loop`, with its cache.
-        tokens_BT: int32, padded on the right.
-        num_tokens_B: int32: how many of each row are real; a row with none only gets its last token.
-        donate, impl: as in `prefill`.
+        params, config: the parameter tree of the model, and its config.
+        out: the result of `decode_loop`, with its cache.
+        tokens_BT: int32 token ids, padded on the right.
+        num_tokens_B: int32: the number of real tokens in each row. A row with 0 tokens only gets its last
+            token.
+        donate, impl: as for `prefill`.
 
     Returns:
-        float32 logits [B, V] after each row's last token, and the cache, for another `decode_loop`.
+        float32 logits [B, V] after each row's last token, and the cache. Pass both to another `decode_loop`.
 
     Raises:
-        InputError: as `prefill`; a result without a cache.
+        InputError: `prefill` would raise it, or the result has no cache.
     """
     if out.cache is None:
         raise InputError("these rows have no cache: give what decode_loop returned")

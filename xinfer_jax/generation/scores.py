@@ -12,15 +12,17 @@ from ..old_names import OldAttribute
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Scores(ShortRepr):
-    """The result of `score`. Entry t of the arrays [B, T-1] belongs to the distribution of token t+1, and is
-    0 at padding. A field that `score` was not asked for is None.
+    """The result of `score`. A field that you did not ask for is None.
+
+    Entry t of the arrays [B, T-1] belongs to the distribution of token t+1. Entries at padding are 0.
 
     Attributes:
-        logprobs_BT: float32 [B, T-1]: the log-probability of each token.
-        entropy_BT: float32 [B, T-1]: the entropy of each distribution.
-        kl_BT: float32 [B, T-1]: KL(this model ‖ reference).
-        topk_kl_BT: float32 [B, T-1]: sum over the teacher's tokens of p (log p - log q); p: the teacher.
-        routed_experts: int32 [B, T, L, U]: experts of token t itself, -1 at padding.
+        logprobs_BT: float32 [B, T-1]: the natural log-probability of each token.
+        entropy_BT: float32 [B, T-1]: the entropy of each distribution, in nats.
+        kl_BT: float32 [B, T-1]: KL(this model ‖ reference) of each distribution, in nats.
+        topk_kl_BT: float32 [B, T-1]: the sum of p (log p - log q) over the teacher's tokens. p is the
+            probability by the teacher, and q the probability by this model.
+        routed_experts: int32 [B, T, L, U]: the experts of token t itself, -1 at padding.
     """
 
     logprobs_BT: jax.Array

@@ -75,49 +75,66 @@ def score(  # noqa: PLR0913  a public function
     remat: Remat = None,
     impl: str | None = None,
 ) -> Scores:
-    """Returns the log-probability of every token but the first, given those before it. Works inside a
-    caller's jit.
+    """Returns the log-probability of every token except the first, given the tokens before it.
 
-    Reverse-mode gradients exist in every float leaf of params, in its dtype, and in inputs_BTD. Activations
-    have the dtype of params' `final_norm`; log-probabilities are float32.
+    Use it for the loss of a trainer, for KL divergences and for perplexity. It works inside your own `jit`.
+    Values of traced arrays are not checked.
+
+    Every float leaf of `params`, and `inputs_BTD`, has reverse-mode gradients in its dtype. Activations have
+    the dtype of `final_norm` in the parameters, and log-probabilities are float32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> tokens_BT = jnp.array([model.tokenizer.encode("The capital of France is Paris.")])
+        >>> scores = xj.score(model.params, model.config, tokens_BT)
+        >>> scores.logprobs_BT.shape == (1, tokens_BT.shape[1] - 1)
+        True
 
     Args:
-        params, config: the model.
-        tokens_BT: int32 token ids, padded on the right. In a trace, where ids are not checked, the entry of
-            an id below 0 (as -100, which pads labels) is 0. That of an id above the vocabulary is NaN, and so
-            are those of the tokens after both.
-        num_tokens_B: how many of each row are real; None: all.
-        inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
-            soft prompt (Lester et al. 2021), in whose place the ids do not matter.
-        segment_ids_BT, positions_BT, remat: as in `run_model`. The first token of a segment has the
+        params, config: the parameter tree of the model, and its config.
+        tokens_BT: int32 token ids, padded on the right. If you trace the ids, they are not checked. An id
+            below 0 (such as -100, which pads labels) then gets the entry 0. An id above the vocabulary gets
+            NaN. The entries of tokens after such ids are NaN too.
+        num_tokens_B: int32 [B]: the number of real tokens in each row. None: all T tokens.
+        inputs_BTD: the inputs of the first layer, in place of `embed_tokens(params, config, tokens_BT)`. Use
+            it for a soft prompt (Lester et al. 2021). The ids at its positions do not matter.
+        segment_ids_BT, positions_BT, remat: as for `run_model`. The first token of a segment has the
             log-probability 0.
-        routed_experts, return_routed_experts: as in `run_model`: the experts of token t, whose output gives
-            entry t. The router has gradients by the weights of the experts used. A reference model chooses
-            its own.
-        temperature: logits are divided by it: a number above 0, or one for each row.
-        entropy: also compute the entropy of each distribution.
-        reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
-            It reads the tokens, not inputs_BTD.
-        teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
-            of -inf count nothing.
+        routed_experts, return_routed_experts: as for `run_model`. The experts of token t have an effect on
+            entry t. The router has gradients through the weights of the experts that are used. A reference
+            model chooses its own experts.
+        temperature: a number above 0 by which logits are divided, or one number for each row.
+        entropy: True also computes the entropy of each distribution.
+        reference: parameters of another model with this config, for KL(this model ‖ reference). It gets no
+            gradients. It takes the tokens, not `inputs_BTD`.
+        teacher_topk: the best tokens of a teacher model: ids [B, T-1, k] and log-probabilities [B, T-1, k]. A
+            log-probability of -inf leaves its id out.
         support: sampling masks, uint32 [B, T, ceil(V/32)], as `decode_loop(return_support=True)` and engines
-            return them: entry t is of token t, and bit v % 32 of its word v // 32 is set if it could be id v.
-            Its distribution is then over these ids alone, so that temperature and masks of a rollout give the
-            log-probabilities of its sampler. A token that its mask lacks has -inf. A mask without any id, as
-            of a prompt's token, restricts nothing.
-        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
-            those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
-        taps: as in `run_model`, which is for those that read; the reference model has none.
-        impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
+            return them. Entry t belongs to token t, and bit `v % 32` of its word `v // 32` is set if the
+            token could be id v. The distribution of the token is then over these ids alone. So with the
+            temperature and the masks of a rollout, `score` computes the log-probabilities of its sampler. A
+            token that is not in its mask gets -inf. A mask without any id, for example of a token of the
+            prompt, restricts nothing. None: no masks.
+        chunk: the number of tokens of each row whose logits exist at the same time. None takes 128 MiB of
+            logits. If the logits of all tokens take at most 256 MiB and, with their gradient, no more than
+            the matrix of the vocabulary, None takes all tokens.
+        taps: as for `run_model`, but none of them may read. The reference model has no taps.
+        impl: the implementation of attention: "mosaic", "triton", "tpu" or "xla". None chooses the one that
+            suits the device.
 
     Returns:
-        `Scores`: its `logprobs_BT`, float32 [B, T-1], has the natural logarithm of the probability of token
-        t+1 in entry t, and 0 at padding. Its other fields are None unless you ask for them.
+        A `Scores`. Entry t of its `logprobs_BT`, float32 [B, T-1], is the natural log-probability of token
+        t+1, and 0 at padding. Its other fields are None unless you ask for them.
 
     Raises:
-        InputError: a wrong shape or type; an id outside the vocabulary, a number of tokens outside the row,
-            an unknown expert or a temperature of 0, if they are not traced; taps that read; support with a
-            reference or a teacher; an impl that this machine lacks, or that cannot serve the call.
+        InputError: an argument has a wrong shape or type.
+        InputError: an id is outside the vocabulary, or a number of tokens is outside the row.
+        InputError: an expert is unknown, or a temperature is 0.
+        InputError: a tap reads.
+        InputError: `support` is given with a reference or a teacher.
+        InputError: this machine lacks the `impl`, or it cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)
@@ -136,7 +153,7 @@ def score(  # noqa: PLR0913  a public function
     if routed_experts is not None:
         check_array("routed_experts", routed_experts, np.integer, B, T, "layers", "experts")
         if config.num_experts:
-            check_range("routes: expert", routed_experts, -1, config.num_experts - 1)
+            check_range("routed_experts: expert", routed_experts, -1, config.num_experts - 1)
     if taps is not None:
         from ..model.taps import check_edits  # optional: taps
 
@@ -183,18 +200,21 @@ def map_logits(
     *args: AnyArray | None,
     chunk: int | None = None,
 ) -> Tree:
-    """Returns function(logits_BTV, *args), computed for a part of the tokens at a time: a loss of one's own
-    without logits of all tokens. Has reverse-mode gradients, which compute the logits again.
+    """Returns `function(logits_BTV, *args)`, computed for a part of the tokens at a time.
+
+    Use it for your own loss over the logits, if the logits of all tokens do not fit into memory. It has
+    reverse-mode gradients, which compute the logits again.
 
     Args:
-        params, config: the model.
-        hidden_BTD: from `hidden_states`.
-        function: of float32 logits [B, C, V] and the same C tokens of each of args, to arrays [B, C, ...].
+        params, config: the parameter tree of the model, and its config.
+        hidden_BTD: the hidden states after the final norm, from `hidden_states`.
+        function: a function of float32 logits [B, C, V] and the same C tokens of each of `args`. It returns
+            an array or a pytree of arrays [B, C, ...].
         args: arrays [B, T, ...], or None.
-        chunk: C; None: as in `score`.
+        chunk: the number C of tokens in a part. None chooses as `score` does.
 
     Returns:
-        What function returns, an array or a pytree of arrays, of all tokens: [B, T, ...].
+        The results of `function` for all tokens: an array or a pytree of arrays [B, T, ...].
     """
     check_params(params, config, stacked=True)
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
@@ -216,22 +236,33 @@ def score_completions(
     rows: int = 16,
     impl: str | None = None,
 ) -> list[list[float]]:
-    """Returns the log-probability of every token of each completion after its prompt. For multiple choice:
-    repeat the prompt, and compare sums or means.
+    """Returns the log-probability of every token of each completion after its prompt.
+
+    For multiple choice, repeat the prompt for each answer, and compare the sums or the means.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> prompt = xj.encode_prompt(model, "What is the capital of France?")
+        >>> answers = ["The capital of France is Paris.", "The capital of France is Rome."]
+        >>> completions = [model.tokenizer.encode(text) for text in answers]
+        >>> scores = xj.score_completions(model.params, model.config, [prompt, prompt], completions)
+        >>> sum(scores[0]) > sum(scores[1])
+        True
 
     Args:
-        params, config: the model.
-        prompts: token ids, at least one per prompt.
-        completions: one per prompt; token ids, at least one.
-        rows: how many are scored at a time (elsewhere: batch_size).
-        impl: as in `score`.
+        params, config: the parameter tree of the model, and its config.
+        prompts: a list of prompts. Each is a list with at least one token id.
+        completions: a list with one completion per prompt. Each is a list with at least one token id.
+        rows: the number of completions that are scored at a time (other libraries: batch_size).
+        impl: as for `score`.
 
     Returns:
-        One list per completion, as long as it.
+        One list per completion, with a natural log-probability for each of its tokens.
 
     Raises:
-        InputError: lists of different lengths, ids outside the vocabulary, more tokens than the context
-            limit.
+        InputError: the lists have different lengths, ids are outside the vocabulary, or there are more tokens
+            than the context length.
     """
     prompts = check_prompts(config, prompts)
     completions = check_prompts(config, completions, "completion")

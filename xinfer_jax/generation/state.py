@@ -26,19 +26,20 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class DecodeState(ShortRepr):
-    """The state of the decode loop and its result.
+    """The state of a decode loop after each token. A `stop` function of `decode_loop` gets it.
 
     Attributes:
-        token_B: int32: the last token sampled.
-        key_B: PRNG keys.
-        sampling_B: from `settings_per_row`.
-        limit_B: int32: the most tokens of the answer.
-        finished_B: bool: the row has sampled an EOS token, or a caller's `stop` has ended it.
-        context: what the logits processors need: position, EOS ids, tokens.
-        tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
-        logprobs_BT: float32: their log-probabilities before any logits processor.
-        alternatives: where requested.
-        output_start_B: int32: tokens sampled before the first column of these arrays; None: 0.
+        token_B: int32: the last sampled token of each row.
+        key_B: the PRNG keys of the rows.
+        sampling_B: the settings of each row, from `settings_per_row`.
+        limit_B: int32: the most tokens of each answer.
+        finished_B: bool: the row has sampled an EOS token, or your `stop` has ended it.
+        context: the data that the logits processors need: positions, EOS ids and tokens.
+        tokens_BT: int32: the sampled tokens, the EOS token included. Entries after the end of a row are 0.
+        logprobs_BT: float32: the log-probabilities of these tokens before any logits processor.
+        alternatives: the alternatives of each token. None: the call did not ask for them.
+        output_start_B: int32: the number of tokens that were sampled before the first column of these arrays.
+            None: 0.
     """
 
     token_B: jax.Array
@@ -54,12 +55,12 @@ class DecodeState(ShortRepr):
 
     @property
     def length_B(self) -> jax.Array:
-        """int32 [B]: tokens that each row has sampled, EOS included."""
+        """int32 [B]: the number of tokens that each row has sampled, the EOS token included."""
         return self.context.num_generated_B
 
     @property
     def position_B(self) -> jax.Array:
-        """int32 [B]: the position of the next token, which is the length of the row."""
+        """int32 [B]: the position of the next token. It is the length of the row."""
         return self.context.position_B
 
     @property
@@ -69,11 +70,11 @@ class DecodeState(ShortRepr):
 
     @property
     def active_B(self) -> jax.Array:
-        """bool [B]: the row has neither sampled an EOS token nor reached its limit."""
+        """bool [B]: the row has not sampled an EOS token and has not reached its limit."""
         return self.progress.active_B
 
     def with_masks(self, masks_BQW: AnyArray) -> "DecodeState":
-        """The state whose rows may sample only tokens of these masks (`Context.allowed_bits`)."""
+        """Returns the state with masks of the tokens that rows may sample next (`Context.allowed_bits`)."""
         return dataclasses.replace(self, context=dataclasses.replace(self.context, allowed_bits=masks_BQW))
 
 

@@ -29,7 +29,31 @@ def stream(
     *,
     key: jax.Array | None = None,
 ) -> "Stream":
-    """`generate`, token by token. Arguments, errors and tokens are those of `generate`."""
+    """Generates as `generate` does, and yields tokens while they are sampled.
+
+    It takes the same arguments and gives the same tokens. Arguments are checked at once, and nothing runs
+    before you take the first item.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> ids = xj.encode_prompt(model, "What is the capital of France?")
+        >>> answer = [token for [token] in xj.stream(model.params, model.config, [ids])]
+        >>> model.tokenizer.decode(answer)
+        'The capital of France is Paris.'
+
+    Args:
+        params, config: the parameter tree of the model, and its config.
+        prompts: a list of prompts. Each is a list with at least one token id.
+        options, key: as for `generate`.
+
+    Returns:
+        A `Stream`. Each item is a list with one id per answer, or None for an answer that has ended.
+
+    Raises:
+        InputError: `generate` would raise it, or `options.best_of` differs from `options.n`, since the best
+            answers are known only at the end.
+    """
     call = validate_call(params, config, prompts, options, key)
     if call.options.best_of not in (None, call.options.n):
         best_of = call.options.best_of
@@ -40,15 +64,19 @@ def stream(
 
 
 class Stream(Iterator[list[int | None]]):
-    """A call whose tokens arrive as they are sampled. Each item of the iterator is one id per answer, or None
-    for one that has ended.
+    """A call of `stream`, whose tokens arrive as they are sampled.
 
-    The host copies tokens from the device about every 100 ms, so a fast model gives several at a time. A
-    stream that is dropped costs no more than the programs that are being compiled.
+    Each item of the iterator is a list with one id per answer, or None for an answer that has ended. The host
+    copies tokens from the device about every 100 ms, so a fast model gives several items at a time. You can
+    drop a stream at any point. It then costs no more than the programs that are being compiled.
     """
 
     def __init__(self, call: ValidatedCall):
-        """call: from `validate_call`. Nothing runs before the first item is taken."""
+        """Creates the stream. Nothing runs before the first item is taken.
+
+        Args:
+            call: the checked arguments, from `validate_call`.
+        """
         self._call = call
         self._num_taken = 0
         self._stopped = False
@@ -58,8 +86,10 @@ class Stream(Iterator[list[int | None]]):
 
     @without_mesh_context
     def prepare(self) -> Compilation:
-        """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
-        later stream with the weights, of the same shapes and options, uses the programs.
+        """Begins to compile the stream's programs in threads, and returns.
+
+        The parameters may be shapes (`jax.ShapeDtypeStruct`). A later stream with weights of these shapes and
+        with equal options uses the programs. For example, you can compile while the weights are loaded.
         """
         return BatchGenerator(self._call, decodes_whole=False).precompile()[0]
 
@@ -71,8 +101,10 @@ class Stream(Iterator[list[int | None]]):
 
     @without_mesh_context
     def stop(self) -> None:
-        """Ends the answers after the ids that were taken, with the finish_reason "abort". Another thread may
-        be waiting for ids: its iteration ends. The prompts are prefilled in any case.
+        """Ends the answers after the ids that you took, with the finish_reason "abort".
+
+        You can call it from another thread. The iteration of a thread that waits for ids then ends. The
+        prompts are prefilled in any case.
         """
         self._stopped = True
         if not self._ids.gi_running:
@@ -81,10 +113,10 @@ class Stream(Iterator[list[int | None]]):
 
     @property
     def output(self) -> GenerateOutput:
-        """What `generate` returns.
+        """The result of the call, as `generate` returns it.
 
         Raises:
-            InputError: the stream has not ended. The error that ended it is raised again.
+            InputError: the stream has not ended. If an error ended the stream, that error is raised again.
         """
         if self._error is not None:
             raise self._error

@@ -1,26 +1,25 @@
-"""Answers that are valid by construction: `xj.grammar`. `json_schema`, `json_object`, `regex`, `choice` and
-`lark` make a `Grammar` for `GenerateOptions`; `compile_dfa` makes a `Dfa` for `decode_loop`.
+"""Structured output: `xj.grammar` makes answers that are valid for a schema, an expression or a grammar.
 
-In the order to read: `grammars` has `Grammar` and the functions that make one;
-`vocabulary` gives the bytes of each token; `regex_parser`, `byte_automaton` and `token_automaton` make `Dfa`s
-of regular expressions; `automaton` follows them; `token_masks` and `compiler` compile grammars by llguidance;
-`matcher` follows one answer; `schema_unions` and `served_schemas` rewrite JSON Schemas before they are
-compiled; `worker`, `turns` and `pool` compile and follow the grammars of a server's clients in processes of
-their own. `generate` does not import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`;
-`decode_loop` has `automata_of_call` by `plugins.TABLE`.
+Make a `Grammar` with `json_schema`, `json_object`, `regex`, `choice` or `lark`, and pass it to
+`GenerateOptions`. `compile_dfa` makes a `Dfa` for `decode_loop`. The modules, in reading order: `grammars`
+has the functions above. `vocabulary` has the bytes of each token. `regex_parser`, `byte_automaton` and
+`token_automaton` make a `Dfa`, and `automaton` follows it. `token_masks` and `compiler` compile grammars with
+llguidance, and `matcher` follows one answer. `schema_unions` and `served_schemas` rewrite JSON Schemas.
+`worker`, `turns` and `pool` serve the grammars of a server's clients in other processes. `generate` does not
+import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`. `decode_loop` finds
+`automata_of_call` in `plugins.TABLE`.
 
-- Two forms sample the same tokens. Masks serve every grammar: the host writes the allowed tokens of each
-  constrained row into `Context.allowed_bits`, and a call of the device takes one step. Automata serve small
-  regular grammars on the device, without the host and without llguidance; all rows of an engine have a table
-  of one size, so a request compiles nothing.
-- A mask has every token whose bytes the grammar allows, also where text is forced: probabilities are those
-  of the model among the allowed texts. Special tokens have no text, so no grammar allows them.
-- Draft tokens are verified under a mask each, so the host must know them before the step: functions propose
-  them again within the step, and a draft model is rejected.
-- Compiled grammars are kept by content. llguidance bounds its work by counts; what it leaves out is bounded
-  here. Compiling happens where a request is made: not in an engine's thread, nor in an event loop.
-- JSON has no whitespace between tokens by default: otherwise a model can add it without end. A model that
-  reasons before its answer is free until `reasoning_end`, but may not end before.
+- Two forms sample the same tokens. Masks serve every grammar: in each step the host writes the allowed tokens
+  of a row into `Context.allowed_bits`. Automata serve small regular expressions on the device. All rows of an
+  engine have tables of one size, so a request compiles nothing.
+- A mask has every token whose bytes the grammar allows. So probabilities are the model's probabilities among
+  the allowed texts. Special tokens have no text, so no grammar allows them.
+- Each draft token is verified under a mask, so the host must know it before the step. Functions propose draft
+  tokens again within the step, and a draft model raises `InputError`.
+- Compiled grammars are cached by their content. They are compiled in the thread that makes the request, not
+  in an engine's thread or an event loop. llguidance bounds its work, and this package bounds the rest.
+- By default JSON has no whitespace between tokens, because a model can add it without end. A model that
+  reasons before its answer is free until `reasoning_end`, but cannot end the answer before it.
 """
 
 from ..lazy_names import lazy_names

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 class Dfa(ShortRepr):
     """A deterministic finite automaton over tokens, as arrays. `compile_dfa` makes it for `decode_loop`.
 
-    Tokens of one class lead from each state to the same state, so the table has a column per class instead of
-    one per token. A row begins in state 0.
+    Tokens of one class lead from each state to the same next state. So the table has a column per class, and
+    not one per token. A row begins in state 0.
 
     Attributes:
-        class_V: int16: the class of each token; 0: none, it is that of the ids that end the row; 1: never.
-        next_SC: int16: the next state; below 0: not allowed. Column 0: the row may end there.
+        class_V: int16: the class of each token. 0: the token has no class, and shares column 0 with the ids
+            that end the row. 1: the token is never allowed.
+        next_SC: int16: the next state for each state and class. An entry below 0: the class is not allowed.
+            Column 0: the row may end in this state.
     """
 
     class_V: AnyArray
@@ -40,14 +42,15 @@ class Dfa(ShortRepr):
     def automata_of_rows(
         dfas: "Sequence[Dfa | None]", vocab_size: int, eos_BE: Any, *, equal_sizes: bool = False
     ) -> "Automata":
-        """The automata of rows before their first token.
+        """Returns the automata of rows before their first token.
 
         Args:
-            dfas: of each row; one for all.
-            vocab_size: V. Tokens beyond an automaton's are never allowed.
-            eos_BE: int32, ids that end each row; below 0: none.
-            equal_sizes: every table has `MAX_ENTRIES`, so other grammars compile nothing. False: all have
-                the size of the largest.
+            dfas: the automaton of each row, or one for all rows.
+            vocab_size: the size V of the vocabulary. Tokens beyond the vocabulary of an automaton are never
+                allowed.
+            eos_BE: int32: ids that end each row. An entry below 0 is no id.
+            equal_sizes: True gives every table the size `MAX_ENTRIES`, so other grammars compile nothing.
+                False gives all tables the size of the largest one.
         """
         B = len(eos_BE)
         size = max([1, *(np.size(dfa.next_SC) for dfa in dfas if dfa is not None)])
@@ -125,29 +128,41 @@ def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> 
 def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
     """Compiles a regular expression to arrays, which a loop on the device follows without the host.
 
-    `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and
-    engines use this form themselves where a grammar has it; the tokens are those of the other form.
+    Pass the result to `decode_loop(…, grammar=…)`. It works in your own `jit`, under `vmap`, and traced. For
+    `generate` and engines you do not need it: pass the grammar from `regex` or `choice`. They use this form
+    themselves if it fits, and sample the same tokens.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> xj.grammar.compile_dfa("yes|no", model.tokenizer).class_V.shape
+        (1920,)
 
     Args:
-        pattern: the expression, or a grammar from `regex` or `choice`; it matches the answer as a whole.
-        tokenizer: from `load_model`.
+        pattern: a regular expression, or a grammar from `regex` or `choice`. It matches the answer as a
+            whole.
+        tokenizer: the tokenizer of the model.
 
     Returns:
-        At most 512 states, 65,536 entries of the table, and 16.8 million states x tokens that may occur.
+        A `Dfa` with at most 512 states, 65,536 entries of the table, and 16.8 million pairs of a state and a
+        token that may occur.
 
     Raises:
-        GrammarError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
-            that is too large: give `GenerateOptions(grammar=regex(…))`, which llguidance serves.
+        GrammarError: the expression has syntax other than literals, classes, groups, `|` and quantifiers, or
+            its automaton is too large. Pass `GenerateOptions(grammar=regex(…))` then, which llguidance
+            serves.
     """
     source = getattr(pattern, "source", pattern)
     if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
-        raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
+        raise InputError(
+            f"compile_dfa takes a regular expression, or regex or choice, got {format_value(pattern)}"
+        )
     vocab_size = tokenizer.backend.get_vocab_size()
     try:
         return Dfa(*token_automaton(source, *token_bytes(tokenizer, vocab_size)))
     except NotRegularError as error:
         remedy = "give GenerateOptions(grammar=regex(…)) to generate"
-        raise GrammarError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
+        raise GrammarError(f"compile_dfa does not serve {format_value(source)}: {error}; {remedy}") from error
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:

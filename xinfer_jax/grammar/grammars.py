@@ -21,18 +21,20 @@ MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about t
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Grammar:
-    """What an answer has to be. `GenerateOptions(grammar=…)` takes it.
+    """The form that an answer must have (structured output). Pass it to `GenerateOptions(grammar=…)`.
 
-    The text functions, engines, files and the server use their model's tokenizer; `generate` and `stream` of
-    ids need it: `json_schema(schema, tokenizer=model.tokenizer)`.
+    `json_schema`, `json_object`, `regex`, `choice`, `lark` and `xj.tools.tool_grammar` make it. Functions of
+    text, engines, files and the server use the tokenizer of their model. `generate` and `stream` take ids, so
+    they need the tokenizer in the grammar, for example `json_schema(schema, tokenizer=model.tokenizer)`.
 
     Attributes:
-        kind: "json", "regex" or "lark"; "calls" of `tool_grammar`.
+        kind: "json", "regex" or "lark". It is "calls" for `tool_grammar`.
         source: a JSON Schema as JSON, a regular expression, or a grammar in llguidance's Lark syntax.
-        tokenizer: from `load_model`; None: that of the model, where there is one.
-        reasoning_end: the text after which the grammar begins; None: it begins with the answer. "auto":
-            "</think>" where the chat template lets the model think, and the prompt ends where it does so; for
-            gpt-oss the header of the channel `final`. Its answer may be a call instead.
+        tokenizer: the tokenizer of the model. None takes the tokenizer of the call's model, if there is one.
+        reasoning_end: the text after which the grammar begins. None: it begins with the answer. "auto": it
+            begins after "</think>" if the chat template lets the model think and the prompt ends at this
+            point. For gpt-oss it begins after the header of the channel `final`, and the answer may also be a
+            call.
     """
 
     kind: str
@@ -53,7 +55,14 @@ class Grammar:
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
 
     def compile(self, vocab_size: int) -> CompiledGrammar:
-        """What follows answers of a model with V logits. InputError: no tokenizer, or it is not served."""
+        """Returns the compiled grammar, which follows the answers of a model with V logits.
+
+        Args:
+            vocab_size: the number V of logits.
+
+        Raises:
+            InputError: the grammar has no tokenizer, or it is not supported.
+        """
         if self.tokenizer is None:
             raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
         return CompiledGrammar(self, vocab_size)
@@ -70,20 +79,32 @@ def json_schema(
     tokenizer: "Tokenizer | None" = None,
     reasoning_end: str | None = AUTO,
 ) -> Grammar:
-    """A grammar of JSON values that are valid for a schema.
+    """Returns a grammar of the JSON values that are valid for a JSON Schema.
 
-    Source: JSON Schema, the keywords that llguidance implements; others are rejected by name. Objects that
-    declare properties, and do not say whether there are others, have no others.
+    It supports the keywords that llguidance implements, and raises an error with the names of other keywords.
+    If a schema declares properties of an object and does not say whether there may be others, there are no
+    others.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        >>> options = xj.GenerateOptions(grammar=xj.grammar.json_schema(schema))
+        >>> text = xj.generate_text(model, "What is the capital of France?", options)
+        >>> text.startswith('{"city":"')
+        True
 
     Args:
         schema: a dict, JSON text, or a pydantic model (a class with `model_json_schema`).
-        compact: no whitespace between the tokens of JSON. False: any whitespace, in which a model may wander.
-        strict: `uniqueItems` and formats that are not enforced are an error. False: they are left out.
-        tokenizer, reasoning_end: as in `Grammar`.
+        compact: True allows no whitespace between the tokens of JSON. False allows any whitespace, and a
+            model may then generate whitespace without end.
+        strict: True raises an error for `uniqueItems` and for formats that cannot be enforced. False leaves
+            them out.
+        tokenizer, reasoning_end: as for `Grammar`.
 
     Raises:
-        GrammarError: not a schema, one that is too large, or that would allow answers that are not valid.
-            Whether it is served otherwise is known when it is used.
+        GrammarError: the argument is not a schema, the schema is too large, or it would allow invalid
+            answers. Other unsupported schemas raise it at their first use.
     """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -103,29 +124,29 @@ def json_schema(
 
 
 def json_object(*, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
-    """A grammar of JSON objects. tokenizer, reasoning_end: as in `Grammar`."""
+    """Returns a grammar of JSON objects with any content. tokenizer, reasoning_end: as for `Grammar`."""
     return json_schema({"type": "object"}, tokenizer=tokenizer, reasoning_end=reasoning_end)
 
 
 def regex(pattern: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
-    r"""A grammar of texts that match a regular expression as a whole.
+    r"""Returns a grammar of the texts that match a regular expression as a whole.
 
-    Source: the syntax of Rust's regex crate, without anchors within, look-around and references. `\d`, `\w`
-    and `\s` are those of ASCII, as with `re.ASCII` and in JSON Schema.
+    The syntax is the syntax of Rust's regex crate, without look-around, references, and anchors inside the
+    expression. `\d`, `\w` and `\s` match ASCII only, as with `re.ASCII` and in JSON Schema.
 
     Args:
-        pattern: the expression; ^ and $ around it are not needed.
-        tokenizer, reasoning_end: as in `Grammar`.
+        pattern: the expression, for example `[0-9]{4}-[0-9]{2}`. It needs no ^ and $ around it.
+        tokenizer, reasoning_end: as for `Grammar`.
     """
     return Grammar("regex", pattern, tokenizer, reasoning_end)
 
 
 def lark(grammar: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
-    """A context-free grammar in llguidance's Lark syntax, whose rule is `start`.
+    """Returns a context-free grammar in llguidance's Lark syntax. Its main rule has the name `start`.
 
     Args:
-        grammar: the text.
-        tokenizer, reasoning_end: as in `Grammar`.
+        grammar: the text of the grammar.
+        tokenizer, reasoning_end: as for `Grammar`.
     """
     return Grammar("lark", grammar, tokenizer, reasoning_end)
 
@@ -133,11 +154,11 @@ def lark(grammar: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: s
 def choice(
     texts: Sequence[str], *, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO
 ) -> Grammar:
-    """A grammar of these texts alone.
+    """Returns a grammar that allows only the given texts.
 
     Args:
-        texts: at least one; none is empty.
-        tokenizer, reasoning_end: as in `Grammar`.
+        texts: at least one text, for example `["yes", "no"]`. No text is empty.
+        tokenizer, reasoning_end: as for `Grammar`.
     """
     if not is_sequence(texts) or not len(texts) or not all(isinstance(x, str) and x for x in texts):
         raise InputError(f"choice must be a list of texts that are not empty, got {format_value(texts)}")

@@ -34,24 +34,27 @@ def attention_weights(
     *,
     num_tokens_B: AnyArray | None = None,
 ) -> dict[int, jax.Array]:
-    """Attention weights of some layers, in plain jnp: for short texts, since they have T² numbers a head. Not
-    jitted; differentiable as `forward` is.
+    """Returns the attention weights of some layers, for plots and analysis of short texts.
+
+    They are computed in plain jnp, and have T² numbers per head. The function is not jitted, and it is
+    differentiable as `forward` is.
 
     Args:
-        params, config: the model; its layers are not stacked.
+        params, config: the parameter tree of the model, and its config. The layers must not be stacked.
         tokens_BT: int32 token ids.
-        layers: of which weights are returned.
-        heads: of queries; None: all.
-        num_tokens_B: how many tokens of each row are real; None: all.
+        layers: the layers whose weights are returned.
+        heads: the query heads whose weights are returned. None: all.
+        num_tokens_B: int32 [B]: the number of real tokens in each row. None: all T tokens.
 
     Returns:
-        By layer, float32 [B, heads, T, T]: entry [b, n, t, s] is the weight of token s for token t, 0 after
-        t and outside a window; undefined where t is padding. Rows sum to 1, or to less where a sink takes the
-        rest.
+        A dict from layers to float32 [B, heads, T, T]. Entry [b, n, t, s] is the weight of token s for token
+        t. It is 0 if s is after t or outside a window, and undefined if t is padding. Rows sum to 1, or to
+        less if a sink takes the rest.
 
     Raises:
-        InputError: as `forward`; a layer or head that the model does not have; a layer without softmax
-            attention, or with another layer's keys.
+        InputError: `forward` would raise it.
+        InputError: the model does not have a layer or a head.
+        InputError: a layer has no softmax attention, or uses another layer's keys.
     """
     check_causal(config, "attention_weights")
     if not is_sequence(layers) or heads is not None and not is_sequence(heads):

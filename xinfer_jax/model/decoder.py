@@ -46,15 +46,16 @@ class Inputs(NamedTuple):
 
 
 class ModelOutput(NamedTuple, Generic[CacheOrNone]):
-    """What a model returns for the tokens of a call.
+    """The result of `run_model` for the tokens of a call.
 
     Attributes:
-        hidden: of each token, after the final norm, [B, T, D] in the dtype of the activations; undefined at
-            padding.
-        cache: with the tokens appended; None without one.
+        hidden: [B, T, D] in the dtype of the activations: the hidden state of each token after the final
+            norm. Entries at padding are undefined.
+        cache: the KV cache with the tokens appended. None: the call had no cache.
         routed_experts: int32 [B, T, L, U]: the experts that each token used in the L layers with a mixture,
-            -1 at padding; None unless they are asked for.
-        reads: the hidden states [B, T, D] that taps read, by their keys; None without taps.
+            -1 at padding. None: you did not ask for them.
+        reads: the hidden states [B, T, D] that taps read, by the keys of the taps. None: the call had no
+            taps.
     """
 
     hidden: jax.Array
@@ -81,25 +82,42 @@ def forward(  # noqa: PLR0913  a public function
     remat: Remat = None,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
-    """Logits of every token. The caller jits it. Every float leaf has a reverse-mode gradient, in its dtype.
+    """Returns the logits of every token.
+
+    It is not jitted, so call it in your own `jit`. Every float leaf of the parameters has a reverse-mode
+    gradient, in its dtype.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> tokens_BT = jnp.array([model.tokenizer.encode("The capital of France is")])
+        >>> logits_BTV, _ = jax.jit(xj.forward)(model.params, model.config, tokens_BT)
+        >>> logits_BTV.shape == (1, tokens_BT.shape[1], model.config.vocab_size)
+        True
 
     Args:
-        params, config: the parameter tree, and its static config. Activations have the dtype of its
-            `final_norm`.
-        tokens_BT: int32 token ids; in a trace those outside the vocabulary get another's embedding.
-        cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
-        num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        segment_ids_BT, positions_BT, routed_experts, remat: as in `run_model`.
-        taps: as in `run_model`; none of them reads.
-        impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
+        params, config: the parameter tree of the model, and its config, which is static. Activations have the
+            dtype of `final_norm` in the parameters.
+        tokens_BT: int32 token ids. If you trace them, an id outside the vocabulary gets the embedding of
+            another id.
+        cache: the KV cache with the tokens before these, which are appended at its `length_B`. None: there
+            are no tokens before, and no cache is returned.
+        num_tokens_B: int32 [B]: the number of real tokens in each row. Padding follows them. None: all T
+            tokens.
+        segment_ids_BT, positions_BT, routed_experts, remat: as for `run_model`.
+        taps: as for `run_model`, but none of them may read.
+        impl: the implementation of the operations: "xla", or the name of a kernel, for example "triton". None
+            chooses the best one for the device.
 
     Returns:
-        float32 logits [B, T, V], undefined at padding; and the cache with the tokens appended. `run_model`
-        also returns the chosen experts, and the hidden states that taps read.
+        float32 logits [B, T, V], which are undefined at padding, and the cache with the tokens appended.
+        `run_model` also returns the experts, and the hidden states that taps read.
 
     Raises:
-        InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
-            taps that read.
+        InputError: there are more tokens than the cache's capacity, the `impl` is missing or does not support
+            the call, or taps read.
     """
     if taps is not None:
         from .taps import check_none_reads  # optional: taps
@@ -130,30 +148,44 @@ def run_model(  # noqa: PLR0913  a public function
     remat: Remat = None,
     impl: str | None = None,
 ) -> "ModelOutput[MaybeCache]":
-    """Everything that a model returns for some tokens, by name: hidden states, cache, experts, and what taps
-    read. Not jitted; differentiable as `forward` is. `unembed` makes logits of the hidden states.
+    """Returns the hidden states, the cache, the experts and the tapped values of a model, for some tokens.
+
+    It is not jitted, and it is differentiable as `forward` is. `unembed` computes the logits of the hidden
+    states. For logits alone, use `forward`.
 
     Args:
-        params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`. Without a cache the layers of
-            params may be those of `stack_layers`: then equal layers are compiled once.
-        inputs_BTD: used in place of `embed_tokens(tokens_BT)`; then only the shape of tokens_BT matters.
-        segment_ids_BT: int32, without a cache: several texts in a row, each a run of one id. A token sees
-            its segment only, so each has the results that it has in a row of its own.
-        positions_BT: int32, without a cache: of tokens, for RoPE; None: from 0 in each segment.
+        params, config, tokens_BT, cache, num_tokens_B, impl: as for `forward`. Without a cache the layers of
+            the parameters may be stacked by `xj.params.stack_layers`, so that equal layers are compiled once.
+        inputs_BTD: inputs of the first layer, in place of `embed_tokens(params, config, tokens_BT)`. Then
+            only the shape of `tokens_BT` matters. None embeds the tokens.
+        segment_ids_BT: int32, without a cache: ids of segments, for several texts in a row (packing). Each
+            text is a run of one id. A token sees only its segment, so each text has the results that it has
+            alone in a row. None: a row is one text.
+        positions_BT: int32, without a cache: the positions of the tokens for RoPE. None counts from 0 in each
+            segment.
         routed_experts: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a
-            mixture, of the router's input at that token; their weights are by the router's scores, as ever. A
-            token with -1 in a layer has the experts that the router chooses.
-        return_routed_experts: the result has `routed_experts`.
-        taps: by layer, what is done with the residual stream after it (-1: with the embeddings, from which
-            inputs of each layer, as Gemma 4 has, were computed before; the last: before the final norm). Or
-            by pairs, all keys: (3, "attention"), before the MLP of layer 3, and (3, "layer"), after it.
-        remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
-            and computes the layer again; or a policy of `jax.checkpoint_policies`.
+            mixture. The router still computes their weights, from its input at that token. If a token has -1
+            in a layer, the router chooses its experts. None: the router chooses all experts.
+        return_routed_experts: True adds `routed_experts` to the result.
+        taps: a dict from layers to a `Tap`, which edits or reads the residual stream after that layer. The
+            key -1 is the output of the embeddings. (Inputs of each layer, which Gemma 4 has, are computed
+            before it.) The tap of the last layer comes before the final norm. To tap inside a layer, use
+            pairs for all keys: (3, "attention") comes before the MLP of layer 3, and (3, "layer") after it.
+            None: no taps.
+        remat: the values of a layer that the backward pass stores. None stores all values that it needs.
+            "layer" stores the layer's input, and computes the layer again. You can also pass a policy of
+            `jax.checkpoint_policies`.
+
+    Returns:
+        A `ModelOutput`.
 
     Raises:
-        InputError: as `forward`; inputs_BTD or routed_experts have another shape; segments, positions or
-            stacked layers with a cache; experts of a model without mixtures, or others that it does not take;
-            taps of another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
+        InputError: `forward` would raise it.
+        InputError: `inputs_BTD` or `routed_experts` have a wrong shape.
+        InputError: segments, positions or stacked layers are given with a cache.
+        InputError: experts are given for a model without mixtures, or are not valid for the model.
+        InputError: a tap has a wrong type or layer, taps are given for stacked layers, or the `edit` of a tap
+            returns another shape or dtype.
     """
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
     extras = Extras(routed_experts=routed_experts, taps=taps)
@@ -271,10 +303,16 @@ def embed_ids(
 
 @over_any_mesh
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
-    """Logits, float32 [..., V], of hidden states [..., D]; soft-capped where the config says so.
+    """Returns the logits of hidden states: float32 [..., V] for [..., D].
+
+    If the config has `final_logit_softcapping`, the logits are soft-capped.
+
+    Args:
+        params, config: the parameter tree of the model, and its config.
+        hidden: hidden states after the final norm, from `hidden_states` or `run_model`.
 
     Raises:
-        InputError: not an array, or one of another width.
+        InputError: `hidden` is not an array, or has another width.
     """
     check_params(params, config, stacked=True)
     return head_logits(params, config, checked_hidden(hidden, config))

@@ -36,8 +36,17 @@ def hidden_states(  # noqa: PLR0913  a public function
     remat: Remat = None,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
-    """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
-    cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
+    """Returns the hidden states after the final norm, [B, T, D], and the KV cache with the tokens appended.
+
+    It is `forward` without the last step, `unembed`.
+
+    Args:
+        params, config, tokens_BT, cache, num_tokens_B, impl: as for `forward`.
+        inputs_BTD, segment_ids_BT, positions_BT, routed_experts, remat: as for `run_model`.
+        taps: as for `run_model`, but none of them may read.
+
+    Raises:
+        InputError: as for `run_model`, or taps read.
     """
     if taps is not None:
         check_none_reads(taps, config, "hidden_states")
@@ -50,11 +59,17 @@ def hidden_states(  # noqa: PLR0913  a public function
 
 @over_any_mesh
 def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
-    """Returns the final norm of the output of the last layer, [..., D], as `unembed` takes it. A tap of any
-    layer reads such a hidden state; `hidden_states` returns them normed.
+    """Returns the final norm of the output of the last layer, [..., D], as `unembed` takes it.
+
+    For example, apply it to the hidden states that a tap of the last layer reads. `hidden_states` returns
+    them with the norm applied.
+
+    Args:
+        params, config: the parameter tree of the model, and its config.
+        hidden: hidden states before the final norm.
 
     Raises:
-        InputError: not an array, or one of another width.
+        InputError: `hidden` is not an array, or has another width.
     """
     check_params(params, config, stacked=True)
     return last_norm(params, config, checked_hidden(hidden, config))
@@ -62,10 +77,15 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
 
 @over_any_mesh
 def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
-    """Embeddings as the first layer gets them: int32 [...] -> [..., D] in the dtype of the activations.
+    """Returns the embeddings that the first layer gets: [..., D] in the dtype of the activations.
+
+    Args:
+        params, config: the parameter tree of the model, and its config.
+        tokens: int32 token ids [...].
 
     Raises:
-        InputError: not an integer array; outside a trace, an id beyond the vocabulary.
+        InputError: `tokens` is not an integer array. Outside a trace it is also raised for an id beyond the
+            vocabulary.
     """
     check_params(params, config, stacked=True)
     if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):

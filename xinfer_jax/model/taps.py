@@ -19,14 +19,17 @@ from .extras import Extras
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """What is done with the residual stream after a layer or attention; a pytree, whose arrays are traced.
+    """An edit or a read of the residual stream after a layer or after attention.
+
+    Pass taps to `run_model`, `prefill` or `decode_loop`. A tap is a pytree, and its arrays are traced. For
+    example, `{3: xj.Tap(read=True)}` returns the hidden states after layer 3.
 
     Attributes:
-        args: what `edit` takes beside the hidden states: a pytree of arrays.
-        edit: f(hidden_BTD, args) -> hidden_BTD: a pure function, whose result takes their place; None: they
-            stay. A jitted call is compiled for each function: a lambda that is made anew compiles anew, and
-            arrays belong in `args`.
-        read: return the hidden states, as they are after `edit`.
+        args: the second argument of `edit`: a pytree of arrays.
+        edit: a pure function `(hidden_BTD, args)` that returns the new hidden states. None: they do not
+            change. A jitted call is compiled for each function, so a new lambda compiles again. Put arrays
+            into `args`.
+        read: True returns the hidden states, after `edit`.
     """
 
     args: Any = None
@@ -37,15 +40,16 @@ class Tap:
 
     @classmethod
     def steer(cls, vector: Any, factor: float = 1.0) -> "Tap":
-        """Returns a tap that adds factor * vector to the hidden states of all tokens (steering). `generate`
-        takes it, and an engine that holds this vector (`EngineOptions.taps`).
+        """Returns a tap that adds `factor * vector` to the hidden states of all tokens (steering).
+
+        `generate` takes it. An engine takes it if it was made with this vector (`EngineOptions.taps`).
 
         Args:
-            vector: float [D].
-            factor: a number; other numbers compile nothing.
+            vector: a float array [D].
+            factor: a number. Another number compiles nothing.
 
         Raises:
-            InputError: the vector is no array [D] of numbers, or the factor is no number.
+            InputError: the vector is not an array [D] of numbers, or the factor is not a number.
         """
         for name, value, ndim in (("vector", vector, 1), ("factor", factor, 0)):
             array = number_array(value)

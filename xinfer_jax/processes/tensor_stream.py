@@ -108,26 +108,26 @@ def send_weights(
 ) -> int:
     """Sends new weights to a running engine in another process, and waits until the engine has them.
 
-    The engine is one that listens by `receive_weights`, or a server with `--weight_address`. Tensors are read
-    one by one, and at most two wait at the engine. If this call fails, the engine keeps its old weights.
+    The engine calls `receive_weights`, or it is a server with `--weight_address`. Tensors are read one by
+    one, and at most two wait at the engine. If this call fails, the engine keeps its old weights.
 
-    Messages are signed with the secret, and nothing is encrypted: use a network that you trust.
+    Messages are signed with the secret, and they are not encrypted, so use a network that you trust.
 
     Args:
-        address: HOST:PORT where the engine listens.
-        tensors: by their published names, as `params_to_tensors(params, config)` gives them, or pairs of a
-            name and an array; of float32, bfloat16 or float16. An array that lies on a device is copied to
-            the host when its turn comes.
-        version, mode: as of `Engine.update`.
-        secret_file: a file of mode 0600 with 32 or more random bytes, the same on both machines. None: the
-            user's own secret, if the engine is on this machine.
+        address: HOST:PORT at which the engine listens.
+        tensors: a mapping from published names to arrays, as `xj.params.params_to_tensors(params, config)`
+            returns it, or pairs of a name and an array. The dtype is float32, bfloat16 or float16. An array
+            on a device is copied to the host when its turn comes.
+        version, mode: as for `Engine.update`.
+        secret_file: a file with the mode 0600 and 32 or more random bytes, equal on both machines. None takes
+            the user's own secret, if the engine is on this machine.
 
     Returns:
         The version of the weights in the engine.
 
     Raises:
-        InputError: nobody listens at the address, or with another secret; a tensor is no float array; the
-            engine rejects the weights, or is gone.
+        InputError: nobody listens at the address, the secret differs, a tensor is not a float array, or the
+            engine rejects the weights or is gone.
     """
     (host, port) = parse_host_port("address", address, 1)
     secret = load_secret(secret_file, host)

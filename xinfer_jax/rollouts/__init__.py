@@ -3,10 +3,10 @@
 - `pack_rollout` puts prompts and answers into one array, with a mask, as a `PackedRollout`.
 - `continue_rows` appends tokens after answers, for example the result of a tool.
 - `map_logits` applies your function to the logits of a long batch in parts.
-- `send_weights` of a trainer sends new weights to an engine in another process, and `receive_weights` of that
-  process opens a `WeightReceiver`.
+- A trainer calls `send_weights` to send new weights to an engine in another process. That process calls
+  `receive_weights`, which returns a `WeightReceiver`.
 
-`KVCache.repeat_rows` gives a prompt several answers. The code is in `generation/`, and
+To get several answers to a prompt, call `KVCache.repeat_rows`. The code is in `generation/`, and
 `TRAINING.md` has examples.
 """
 

@@ -23,15 +23,15 @@ from .sampling_config import SettingsOfRows
 
 
 class SamplingContext(NamedTuple):
-    """What a caller's function knows of B rows when their next token is chosen.
+    """The data that your function gets about B rows when their next token is sampled.
 
     Attributes:
-        key_B: PRNG keys of this position and function, of no other draw.
-        position_B: int32: tokens of prompt and answer, the position of the next token.
-        num_generated_B: int32: tokens of the answer.
-        eos_BE: int32: ids that end each row; below 0: none.
-        seen_BV: bool: tokens that `seen_BV` of the call named, and those of the answer.
-        history_BS: int32: tokens of prompt and answer in order, if the call got them; else None.
+        key_B: PRNG keys of this position and function. No other draw uses them.
+        position_B: int32: the number of tokens of prompt and answer. It is the position of the next token.
+        num_generated_B: int32: the number of tokens of the answer.
+        eos_BE: int32: ids that end each row. An entry below 0 is no id.
+        seen_BV: bool: the tokens in the `seen_BV` of the call, and the tokens of the answer.
+        history_BS: int32: the tokens of prompt and answer in order. None: the call did not get them.
     """
 
     key_B: jax.Array
@@ -44,20 +44,35 @@ class SamplingContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessor:
-    """A logits processor of a caller: pure functions over rows, traced in the loop.
+    """A logits processor that you write: pure functions over rows, which are traced in the decode loop.
 
-    Tokens that a setting or a grammar forbids stay forbidden whatever it returns. Where it leaves no other
-    token in a row, the row keeps its logits. +inf counts as a logit of 1e30. NaN in place of a logit is a
-    mistake: the row's token is below 0 and its log-probability NaN, for which `generate` and engines raise
-    InputError. A program is compiled for each processor, which is known by its functions: a lambda that is
-    made anew in each call compiles anew.
+    Pass it to `GenerateOptions(processors=…)` or to `decode_loop`. For example, this processor subtracts a
+    number from the logits of tokens that the call has seen::
+
+        def subtract(amount_B, logits_BV, context):
+            return logits_BV - amount_B[:, None] * context.seen_BV
+
+        processor = xj.LogitsProcessor(None, subtract)
+
+    The result of `apply` is used by these rules:
+
+    - Tokens that a setting or a grammar forbids stay forbidden.
+    - If a processor leaves no token in a row, the row keeps its logits.
+    - +inf counts as a logit of 1e30.
+    - NaN is an error: the row's token is then below 0 and its log-probability is NaN. `generate` and engines
+      raise `InputError`.
+
+    A program is compiled for each processor, and its functions identify it. So define the functions once: a
+    new lambda in each call compiles again.
 
     Attributes:
-        init: (arguments, `SamplingContext`) -> the state of B rows, a pytree with rows in front; None: the
-            arguments are the state.
-        apply: (state, logits_BV, `SamplingContext`) -> logits_BV, float32.
-        update: (state, token_B, `SamplingContext`) -> the state after a token of each row; None: it stays.
-        last: it is applied after the built-in processors, temperature and filters, instead of before all.
+        init: a function `(arguments, SamplingContext)` that returns the state of B rows, a pytree with rows
+            in front. None: the arguments are the state.
+        apply: a function `(state, logits_BV, SamplingContext)` that returns float32 logits_BV.
+        update: a function `(state, token_B, SamplingContext)` that returns the state after a token of each
+            row. None: the state does not change.
+        last: True applies it after the built-in processors, the temperature and the filters. False applies it
+            before all of them.
     """
 
     init: Callable[[Any, SamplingContext], Any] | None

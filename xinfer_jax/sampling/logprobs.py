@@ -47,15 +47,17 @@ class Alternatives(ShortRepr):
 
 
 class TokenLogprobs(NamedTuple):
-    """One sampled token (EOS included) and its alternatives, most likely first; natural logarithms.
+    """A sampled token and its most likely alternatives, with natural log-probabilities.
+
+    The EOS token has an entry too. Alternatives are sorted, and the most likely one comes first.
 
     Attributes:
-        id: the token.
-        logprob: its log-probability before any processor.
-        processed_logprob: the same after all processors, temperature included; 0 where only this token was
-            possible.
-        top: (id, log-probability) of the most likely tokens before any processor.
-        processed_top: the same after all processors.
+        id: the id of the sampled token.
+        logprob: its log-probability before any logits processor.
+        processed_logprob: its log-probability after all logits processors and the temperature. It is 0 if
+            only this token was possible.
+        top: pairs (id, log-probability) of the most likely tokens before any logits processor.
+        processed_top: pairs (id, log-probability) of the most likely tokens after all logits processors.
     """
 
     id: int

@@ -20,40 +20,61 @@ SettingsOfRows: TypeAlias = Any
 @keyword_options(min_new_tokens="min_tokens")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How to sample a token; numbers, or arrays [B] with one setting per row. A pytree of those that are set:
-    under `jit` another set of them is another program.
+    """The settings by which a token is sampled.
 
-    Settings that no row uses cost nothing. The first four settings are the plain ones. The first call with
-    any other setting compiles a second program, which serves them all.
+    Each setting is a number, or an array with one value per row. Settings that no row uses cost nothing. The
+    first four settings are the plain ones. The first call with any other setting compiles a second program,
+    which serves all settings.
+
+    A `SamplingConfig` is a pytree of the settings that you set. So under `jit` another set of settings is
+    another program, and other values of the same settings are not.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> model = xj.load_model()
+        >>> sampling = xj.SamplingConfig(temperature=0.7, top_p=0.9)
+        >>> xj.generate_text(model, "What is the capital of France?", xj.GenerateOptions(sampling=sampling))
+        'The capital of France is Paris.'
 
     Attributes:
-        temperature: logits are divided by it; 0: the most likely token; at most 1000.
-        top_k: only the k most likely tokens; 0: all.
-        top_p: only the most likely tokens that together reach this probability; above 0, 1: all.
-        repetition_penalty: above 1: tokens of the prompt and the answer become less likely (CTRL, Keskar et
-            al. 2019); above 0, 1: off.
-        min_p: only tokens at least this many times as likely as the most likely one; 0 to 1, 0: all.
-        typical_p: only the tokens whose information is closest to the entropy, until they together reach
-            this probability; above 0, 1: all.
-        presence_penalty: subtracted from the logits of tokens that the answer already contains; 0: off.
-        frequency_penalty: the same, once for each time the answer contains the token; 0: off.
-        no_repeat_ngram_size: no sequence of this length occurs twice in prompt and answer; 0: off.
-        min_tokens: no EOS before the answer has this number of tokens; 0: off.
-        xtc_probability: chance at each position that, of the tokens that the filters keep, those that reach
-            `xtc_threshold` are removed, but the least likely of them (XTC of llama.cpp); 0: off.
-        xtc_threshold: a probability at temperature 1; above 0.5: off.
-        dry_multiplier: a token that would repeat a sequence of the row gets a penalty of dry_multiplier *
-            dry_base ** (tokens before it - dry_allowed_length) (DRY of llama.cpp); 0: off.
-        dry_base: at least 1.
-        dry_allowed_length: so many tokens may be repeated; at most 256 more are counted.
-        dry_penalty_last_n: DRY compares so many last tokens of prompt and answer; -1: all, 0: none.
-        dry_sequence_breakers: token ids, or bool [B, V], that no repeated sequence contains; None: none. The
-            server takes strings, each for all tokens whose text contains it; flags have its default.
-        logit_bias: {id: number added to its logit}, or float32 [V] or [B, V]; -inf forbids; None: nothing.
-        allowed_token_ids: only these are sampled (an EOS id that is not among them is never); None: all.
-        forbidden_token_ids: these are never sampled; None: none.
-        bad_words_ids: sequences of ids that must not end in the answer: at most 64 of at most 8 ids. An EOS
-            id alone has no effect, as in transformers; None: none.
+        temperature: the logits are divided by it. 0 takes the most likely token. At most 1000.
+        top_k: sample only among the k most likely tokens. 0: all.
+        top_p: sample only among the most likely tokens that together reach this probability. Above 0. 1: all.
+        repetition_penalty: above 1, tokens of the prompt and the answer become less likely (CTRL, Keskar et
+            al. 2019). Above 0. 1: off.
+        min_p: sample only among tokens with at least this fraction of the largest probability. 0 to 1. 0:
+            all.
+        typical_p: sample only among the tokens whose information is closest to the entropy, until they
+            together reach this probability (locally typical sampling, Meister et al. 2022). Above 0. 1: all.
+        presence_penalty: a number that is subtracted from the logits of tokens that the answer already
+            contains. 0: off.
+        frequency_penalty: a number that is subtracted from the logit of a token for each time that the answer
+            contains it. 0: off.
+        no_repeat_ngram_size: no sequence of this number of tokens occurs twice in prompt and answer. 0: off.
+        min_tokens: no EOS token is sampled before the answer has this number of tokens. 0: off.
+        xtc_probability: the chance, at each position, to remove likely tokens (XTC of llama.cpp). Among the
+            tokens that the filters keep, all that reach `xtc_threshold` are then removed, except the least
+            likely of them. 0: off.
+        xtc_threshold: a probability at temperature 1. Above 0.5: off.
+        dry_multiplier: the factor of a penalty for a token that would repeat a sequence of the row (DRY of
+            llama.cpp). The penalty is `dry_multiplier * dry_base ** (n - dry_allowed_length)`, and n is the
+            number of repeated tokens before the token. 0: off.
+        dry_base: the base of the DRY penalty, at least 1.
+        dry_allowed_length: the number of tokens that may repeat without a penalty. At most 256 further tokens
+            are counted.
+        dry_penalty_last_n: the number of last tokens of prompt and answer that DRY compares. -1: all. 0:
+            none.
+        dry_sequence_breakers: token ids, or bool [B, V], that no repeated sequence contains. None: no
+            breakers. The server takes strings, and each stands for all tokens whose text contains it. Flags
+            have the default of the server.
+        logit_bias: numbers that are added to logits: a dict {id: number}, or float32 [V] or [B, V]. -inf
+            forbids a token. None: nothing is added.
+        allowed_token_ids: only these ids are sampled. An EOS id that is missing here is never sampled. None:
+            all.
+        forbidden_token_ids: these ids are never sampled. None: no ids are forbidden.
+        bad_words_ids: sequences of ids whose last id is not sampled after the others: at most 64 sequences
+            with at most 8 ids each. A sequence of an EOS id alone has no effect, like in transformers. None:
+            no sequences are forbidden.
     """
 
     temperature: PerRow = unset("temperature")
@@ -80,14 +101,18 @@ class SamplingConfig:
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
-        """Returns the defaults of a checkpoint's generation_config.json.
+        """Returns the sampling settings of a checkpoint's generation_config.json.
 
-        Without `do_sample` the temperature is 0. With it, missing settings have transformers' own defaults:
-        temperature 1, top_k 50.
+        Without `do_sample` the temperature is 0. With `do_sample`, missing settings have the defaults of
+        transformers: temperature 1 and top_k 50.
+
+        Args:
+            generation_config: the parsed file. If you have a `GenerationConfig` of transformers, pass its
+                `to_dict()`.
 
         Raises:
-            InputError: a setting out of range, or one that would change the result and is not supported;
-                no mapping, for example a `GenerationConfig` of transformers: give its `to_dict()`.
+            InputError: a setting is out of range, the file has an unsupported setting that would change the
+                result, or the argument is not a mapping.
         """
         from .generation_config import generation_defaults  # optional: settings of a checkpoint
 
@@ -100,10 +125,10 @@ class SamplingConfig:
         return config if sampled else dataclasses.replace(config, temperature=0.0)
 
     def validate(self) -> "SamplingConfig":
-        """Returns itself. Traced values are not checked.
+        """Checks the values of all settings, and returns the settings. Traced values are not checked.
 
         Raises:
-            InputError: a setting outside its range.
+            InputError: a setting is outside its range.
         """
         for setting in NUMBERS:
             value = getattr(self, setting.name)

@@ -45,17 +45,20 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Tokenizer:
-    """A checkpoint's tokenizer, chat template and EOS ids.
+    """The tokenizer of a checkpoint, with its chat template and EOS ids.
+
+    `load_model` returns it as `Model.tokenizer`, and `Tokenizer.from_dir` reads it from a directory.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
-        chat_template: Jinja source. Where the checkpoint has none, ChatML if the vocabulary has <|im_start|>,
-            else None.
-        special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
+        chat_template: the Jinja source of the chat template. If the checkpoint has none, it is ChatML if the
+            vocabulary has `<|im_start|>`, and None otherwise.
+        special_tokens: the texts of the tokens that a template may use: bos_token, eos_token, ….
         eos_token_ids: ids that end an answer.
-        response_template: how the checkpoint says that answers are written; None: it does not.
-        tool_template: of conversations with tools; None: chat_template.
-        directory: that it was read from; None: none.
+        response_template: the form in which answers are written, by the checkpoint. None: the checkpoint does
+            not say.
+        tool_template: the chat template of conversations with tools. None: `chat_template`.
+        directory: the directory from which it was read. None: it was not read from a directory.
     """
 
     backend: tokenizers.Tokenizer
@@ -77,12 +80,18 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, added_tokens.json, the
-        chat templates, generation_config.json and config.json where they exist. Settings of
-        tokenizer_config.json change the ids as in transformers; a warning says what is not followed.
+        """Reads the tokenizer of a checkpoint directory.
+
+        It reads tokenizer.json, and if they exist tokenizer_config.json, special_tokens_map.json,
+        added_tokens.json, the chat templates, generation_config.json and config.json. Settings of
+        tokenizer_config.json change the ids like in transformers. A warning names the settings that are not
+        followed.
+
+        Args:
+            path: the directory.
 
         Raises:
-            InputError: a file that cannot be read.
+            InputError: a file cannot be read.
         """
         path = Path(path)
         backend = _load_backend(path)
@@ -100,7 +109,7 @@ class Tokenizer:
         )  # fmt: skip
 
     def files(self) -> dict[str, str]:
-        """The texts of files that `from_dir` reads, by name, for one that was made otherwise."""
+        """Returns the texts of the files that `from_dir` reads, by their names."""
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if self.backend.encode_special_tokens:
             settings["split_special_tokens"] = True
@@ -108,10 +117,15 @@ class Tokenizer:
         return found | ({"chat_template.jinja": self.chat_template} if self.chat_template else {})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+        """Returns the token ids of a text. It applies no chat template.
 
-        add_special_tokens: add the checkpoint's special tokens around the text (such as BOS). Raises
-        InputError: not a text, half a surrogate pair in it, or a broken tokenizer.
+        Args:
+            text: the text.
+            add_special_tokens: True adds the checkpoint's special tokens, for example BOS, around the text.
+
+        Raises:
+            InputError: the argument is not a text, the text has half of a surrogate pair, or the tokenizer is
+                broken.
         """
         try:
             with as_input_error("this tokenizer cannot encode the text"):
@@ -122,7 +136,7 @@ class Tokenizer:
             raise InputError(f"only valid Unicode text can be encoded, got {text!r}") from error
 
     def fewest_ids(self, text: str) -> int:
-        """A lower bound of the text's number of ids, computed from its length; 0: no bound is known."""
+        """Returns a lower bound of a text's number of ids, from its length. 0: no bound is known."""
         if not self._coverage:
             return 0
         in_bytes, normalizer_factor, longest = self._coverage
@@ -134,18 +148,24 @@ class Tokenizer:
         return token_coverage(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids.
+        """Returns the text of token ids.
 
-        skip_special_tokens: leave them out, but for control tokens of Harmony and Gemma 4 that are the form
-        of an answer, as <think> is of others. Raises InputError: values that are not ids, or a broken
-        tokenizer.
+        Args:
+            ids: the token ids.
+            skip_special_tokens: True leaves special tokens out. It keeps control tokens of Harmony and Gemma
+                4 that mark the parts of an answer, like `<think>` in answers of other models.
+
+        Raises:
+            InputError: values are not ids, or the tokenizer is broken.
         """
         if skip_special_tokens and self._kept_tokens:
             return self.decode_marked(ids).translate(SPELLINGS)
         return self._decode(ids, skip_special_tokens)
 
     def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
+        """Returns the text of ids, with the characters of `tool_calls/harmony.py` for Harmony's control
+        tokens.
+        """
         pieces = []
         start = 0
         for at, token in enumerate(ids):
@@ -162,21 +182,23 @@ class Tokenizer:
 
     @functools.cached_property
     def _kept_tokens(self) -> dict[int, str]:
-        """What stands in a text for special tokens that are the form of an answer, by id."""
+        """The texts of special tokens that mark the parts of an answer, by their ids."""
         named = self._special_ids
         tokens = [token for form in tool_call_forms() for token in form.tokens]
         return self.harmony_marks or {named[name]: name for name in tokens if name in named}
 
     @functools.cached_property
     def harmony_marks(self) -> dict[int, str]:
-        """The character of each of Harmony's control tokens, by id; empty for a vocabulary without them."""
+        """The character of each of Harmony's control tokens, by its id. Empty for a
+        vocabulary without them.
+        """
         named = self._special_ids
         found = {named[name]: mark for name, mark in CONTROL_TOKENS.items() if name in named}
         return found if {START, CHANNEL, MESSAGE, END} <= {*found.values()} else {}
 
     @property
     def writes_harmony(self) -> bool:
-        """Whether answers in a chat have Harmony's channels, as the chat template has."""
+        """True if answers in a chat have Harmony's channels, because the chat template has them."""
         return bool(self.harmony_marks) and "<|channel|>" in (self.chat_template or "")
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -188,7 +210,9 @@ class Tokenizer:
             return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token: int) -> str:
-        """A token's text after other tokens, with its leading space; part of a character is U+FFFD."""
+        """Returns a token's text after other tokens, with its leading space. A part of a
+        character is U+FFFD.
+        """
         if token not in self._token_texts:
             context, before = self._context
             text = self.decode([*context, token], skip_special_tokens=False)
@@ -197,7 +221,9 @@ class Tokenizer:
         return self._token_texts[token]
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token of a byte-level vocabulary, or of a byte token <0x00>; None: another token."""
+        """Returns the bytes of a token of a byte-level vocabulary, or of a byte token <0x00>. None: another
+        token.
+        """
         name = self.backend.id_to_token(token) or ""
         if found := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
             return bytes.fromhex(found[1])
@@ -210,25 +236,25 @@ class Tokenizer:
 
     @functools.cached_property
     def _context(self) -> tuple[list[int], str]:
-        """A token to decode others after, and its text."""
+        """A token after which other tokens are decoded, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
 
     @property
     def answer_template(self) -> ResponseTemplate | None:
-        """The response template, where the chat template writes calls in no form that is known."""
+        """The response template, if the chat template writes calls in no known form. Otherwise None."""
         return None if self.template_tools.format or self.writes_harmony else self.response_template
 
     @property
     def template_tools(self) -> TemplateTools:
-        """What the chat template does with tools."""
+        """The way in which the chat template handles tools."""
         template = self.get_chat_template(with_tools=True)
         if template is None:
             return TemplateTools(False, None)
         return find_template_tools(template, tuple(self.special_tokens.items()))
 
     def get_chat_template(self, with_tools: bool) -> str | None:
-        """The chat template of conversations with or without tools."""
+        """Returns the chat template of conversations with tools, or without tools."""
         return self.tool_template if with_tools and self.tool_template is not None else self.chat_template
 
     def apply_chat_template(
@@ -238,15 +264,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: object,
     ) -> str:
-        """Renders the conversation as one text, in the checkpoint's format.
+        """Renders a conversation as one text, in the checkpoint's format.
+
+        To get token ids, use `encode_prompt`.
 
         Args:
-            messages: [{"role": "user", "content": "…"}, …].
-            add_generation_prompt: end with the start of the assistant's message.
-            template_kwargs: additional variables of the template (tools, enable_thinking, …).
+            messages: the conversation: [{"role": "user", "content": "…"}, …].
+            add_generation_prompt: True ends the text with the start of the assistant's message.
+            template_kwargs: additional variables of the template, for example `tools` or `enable_thinking`.
 
         Raises:
-            InputError: no template, or one that is broken, exceeds its budget or rejects the conversation.
+            InputError: there is no template, it is broken, it exceeds its budget, or it rejects the
+                conversation.
         """
         template = self.get_chat_template(template_kwargs.get("tools") is not None)
         if template is None:

@@ -23,24 +23,27 @@ def tool_grammar(
     reasoning_end: str | None = AUTO,
     answer: Grammar | None = None,
 ) -> Grammar:
-    """A grammar of answers that are calls of functions, with arguments that are valid for their schemas.
+    """Returns a grammar of answers that call your tools with valid arguments.
 
-    Properties that a schema does not describe are left out, though it may allow them.
+    Use it if the model must call a tool. Properties that a schema does not describe never occur, even if the
+    schema allows them. Some unsupported schemas raise `InputError` only at the first use of the grammar.
 
     Args:
-        tools: as in `encode_prompt`, which puts them into the prompt.
-        tokenizer: of the model; its chat template tells the form of a call.
-        name: of the function to call, once; None: any of them.
-        several: there may be more than one call. Llama 3 and gpt-oss write one.
-        reasoning_end: as in `Grammar`; "auto" in Harmony: None, the grammar allows reasoning before a call.
-        answer: what an answer may be instead of calls, with a reasoning_end of its own. gpt-oss writes calls
-            on another channel, and so beside any grammar: the result is this one.
+        tools: the tools, as for `encode_prompt`, which puts them into the prompt.
+        tokenizer: the tokenizer of the model. Its chat template decides the form of a call.
+        name: the name of the function that must be called, once. None allows any of the tools.
+        several: True allows more than one call. Llama 3 and gpt-oss write one call.
+        reasoning_end: as for `Grammar`. For Harmony, "auto" means None: the grammar allows reasoning before a
+            call.
+        answer: a grammar of answers without calls, which has its own `reasoning_end`. The model may then
+            write such an answer in place of calls. gpt-oss writes calls on another channel, so it can call
+            tools next to any grammar, and the result is `answer` itself. None: the answer must be a call.
 
     Raises:
-        InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
-            calls in a form that is not known; the form cannot express a keyword of a schema, or a schema
-            would allow what is not valid (see `served_schema`). Whether the others are served is
-            known when the grammar is used.
+        InputError: there are no tools, or no tool has this name.
+        InputError: the chat template ignores tools, or writes calls in an unknown form.
+        InputError: the form cannot express a keyword of a schema.
+        InputError: a schema would allow invalid arguments (see `served_schema`).
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)

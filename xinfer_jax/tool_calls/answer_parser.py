@@ -19,13 +19,14 @@ _SLICE = 4096  # characters of a whole text that are parsed at a time: the rest 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the model asks for.
+    """A call of a tool in an answer of the model. You run the tool, and append its result as a message.
 
     Attributes:
-        id: a text of its own for each call; the message with the result repeats it as `tool_call_id`.
-        name: of the function.
-        arguments: by name.
-        arguments_json: the same as JSON: as the model wrote it, if the name came before arguments in JSON.
+        id: a unique text for each call. The message with the result repeats it as `tool_call_id`.
+        name: the name of the function.
+        arguments: the arguments by their names.
+        arguments_json: the arguments as JSON. It is the text that the model wrote if the name came before
+            arguments in JSON.
     """
 
     id: str
@@ -34,21 +35,21 @@ class ToolCall:
     arguments_json: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The call as an entry of a message's `tool_calls`, in the form of the OpenAI API."""
+        """Returns the call as an entry of a message's `tool_calls`, in the form of the OpenAI API."""
         function = dict(name=self.name, arguments=self.arguments_json)
         return dict(id=self.id, type="function", function=function)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParsedAnswer:
-    """The parts of an answer.
+    """The parts of an answer: content, reasoning and calls of tools.
 
     Attributes:
-        content: the text that is neither reasoning nor a call; None: the answer ended within the reasoning,
-            or has only calls.
-        reasoning: the text between <think> and </think>, or on Harmony's channel `analysis`; None: there is
-            none.
-        tool_calls: in the order of the text.
+        content: the text outside reasoning and calls. None: the answer ended within the reasoning, or has
+            only calls.
+        reasoning: the text between `<think>` and `</think>`, or on Harmony's channel `analysis`. None: there
+            is no reasoning.
+        tool_calls: the calls, in the order of the text.
     """
 
     content: str | None
@@ -56,7 +57,7 @@ class ParsedAnswer:
     tool_calls: list[ToolCall]
 
     def to_message(self) -> dict[str, Any]:
-        """The answer as a message of a conversation, in the form of the OpenAI API."""
+        """Returns the answer as a message of a conversation, in the form of the OpenAI API."""
         message: dict[str, Any] = dict(role="assistant", content=self.content)
         if self.reasoning is not None:
             message |= reasoning_fields(self.reasoning)
@@ -67,12 +68,12 @@ class ParsedAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerDelta:
-    """What is new of an answer.
+    """The new parts of an answer, from `AnswerParser.push`.
 
     Attributes:
         content: the new part of the content.
         reasoning: the new part of the reasoning.
-        tool_calls: what is new of calls; a call has one entry at most.
+        tool_calls: the new parts of calls, with at most one entry per call.
     """
 
     content: str
@@ -81,24 +82,28 @@ class AnswerDelta:
 
 
 class AnswerParser:
-    """Takes the text of an answer apart while it is generated.
+    """Splits the text of an answer into reasoning, content and calls of tools, while it is generated.
 
-    Reasoning stands between <think> and </think> at the beginning, or <|channel>thought and <channel|> of
-    Gemma 4. Calls stand in the content after it, in one of these forms:
+    Call `push` for each piece of text, or `parse` for a whole text. Reasoning is the text between `<think>`
+    and `</think>` at the beginning of an answer. In Gemma 4 it is between `<|channel>thought` and
+    `<channel|>`. The parser finds calls in the content after it, in these formats:
 
-    - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    - "llama3_json", "qwen3_coder", "gemma4", and "glm45" of GLM 4.5 and later;
-    - "harmony", of gpt-oss. An answer that begins with a header of Harmony has channels: `analysis` is the
-      reasoning, and `final` the content.
+    - "hermes" (Qwen 2.5 and 3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+    - "llama3_json", "qwen3_coder", "gemma4", and "glm45" (GLM 4.5 and later).
+    - "harmony" (gpt-oss). An answer that begins with a header of Harmony has channels: `analysis` is the
+      reasoning, and `final` is the content.
 
-    The names are vLLM's, except the last. The module of each form shows a call, and says what is repaired of
-    what models leave out or add. Calls are also found at the end of reasoning that is not closed. If text
-    follows such a call, it is a part of the reasoning.
+    All names except the last are vLLM's. The module of each format has an example of a call, and lists the
+    errors of models that it repairs.
 
-    A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
-    content. An object without a mark around it is text too, if it has fields that are no parameters of its
-    function. Its name and the beginning of its arguments may have been returned by then, with an index that
-    no other call has. Whitespace next to calls is left out.
+    The parser follows these rules:
+
+    - Calls are also found at the end of reasoning that is not closed. If text follows such a call, the call
+      is a part of the reasoning.
+    - A call that is malformed, incomplete, or of an unknown function is text, and becomes content. Its name
+      and the beginning of its arguments may have been returned before, with an index that no other call has.
+    - An object without marks around it is text too, if it has fields that are not parameters of its function.
+    - Whitespace next to calls is left out.
     """
 
     def __init__(
@@ -112,23 +117,26 @@ class AnswerParser:
         harmony_header: str | None = None,
         splitter: Any = None,
     ):
-        """
+        """Creates a parser for one answer.
+
         Args:
-            formats: in which calls are recognized; `tokenizer.template_tools.format` is that of a model. An
-                empty list: calls stay text. None: all forms.
-            tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, also through
-                $ref, allOf and anyOf; otherwise arguments are texts. None: any function may be called.
-            in_reasoning: the prompt ends within the reasoning.
-            most_calls: what follows this many calls is dropped; None: no limit.
-            new_id: returns the id of a call from its index; None: random ids.
-            harmony_header: the answer has channels, and its text is that of `Tokenizer.decode_marked`; this
-                is what `tokenization.conversation.harmony_header` returns. None: Harmony is recognized by
-                spelled control tokens at the beginning, if it is among the formats.
-            splitter: takes the text apart instead, as `tokenization.template_splitter` does; new_id,
-                most_calls and tools are its own. None: there is none.
+            formats: the formats of calls to recognize. `tokenizer.template_tools.format` is the format of a
+                model. With an empty list, calls stay text. None recognizes all formats.
+            tools: the tools, as for `encode_prompt`. In the format of Qwen3-Coder they give the types of
+                arguments, also through $ref, allOf and anyOf. Without them its arguments are texts. None
+                allows calls of any function.
+            in_reasoning: True if the prompt ends within the reasoning.
+            most_calls: the most calls. The text after this number of calls is dropped. None: no limit.
+            new_id: a function that returns the id of a call from its index. None takes random ids.
+            harmony_header: the result of `tokenization.conversation.harmony_header`, if the answer has
+                channels and its text comes from `Tokenizer.decode_marked`. None recognizes Harmony by spelled
+                control tokens at the beginning, if it is one of the formats.
+            splitter: an object that splits the text instead, like the ones of
+                `tokenization.template_splitter`. It has its own new_id, most_calls and tools. None: there is
+                none.
 
         Raises:
-            InputError: an unknown format, or tools of another form.
+            InputError: a format is unknown, or the tools have another form.
         """
         if isinstance(formats, str):
             formats = [formats]
@@ -158,7 +166,15 @@ class AnswerParser:
         self._parts = HarmonyParser(self._calls, self._names, header)
 
     def push(self, text: str, ended: bool = False) -> AnswerDelta:
-        """Takes the next part of the text, and returns what is new. ended: it is the last part."""
+        """Takes the next piece of the text, and returns the new parts of the answer.
+
+        Args:
+            text: the next piece.
+            ended: True if it is the last piece.
+
+        Returns:
+            An `AnswerDelta`.
+        """
         if self._may_be_harmony:
             text = self._pending + text
             is_harmony = begins_in_harmony(text, ended)
@@ -176,11 +192,11 @@ class AnswerParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call is complete."""
+        """True if a call is complete."""
         return self._calls is not None and bool(self._calls.calls)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Takes a whole text apart; instead of `push`."""
+        """Splits a whole text. Call it in place of `push`."""
         starts = range(0, max(1, len(text)), _SLICE)
         deltas = [self.push(text[i : i + _SLICE], ended=i == starts[-1]) for i in starts]
         content = "".join(delta.content for delta in deltas)
@@ -194,15 +210,25 @@ class AnswerParser:
 def parse_tool_calls(
     text: str, tools: Sequence[Mapping[str, Any]] | None = None, *, in_reasoning: bool = False
 ) -> ParsedAnswer:
-    """Takes an answer apart: reasoning, content, and calls of tools in the forms that `AnswerParser` lists.
+    """Splits a whole answer into reasoning, content and calls of tools, in the formats of `AnswerParser`.
+
+    Example:
+        >>> import xinfer_jax as xj
+        >>> answer = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+        >>> [call] = xj.tools.parse_tool_calls(answer).tool_calls
+        >>> call.name, call.arguments
+        ('weather', {'city': 'Paris'})
 
     Args:
         text: the whole answer.
-        tools: as in `encode_prompt`; None: any function may be called.
-        in_reasoning: the prompt ended with <think>, so the answer begins with the reasoning.
+        tools: the tools, as for `encode_prompt`. None allows calls of any function.
+        in_reasoning: True if the prompt ended with `<think>`, so that the answer begins with the reasoning.
+
+    Returns:
+        A `ParsedAnswer`.
 
     Raises:
-        InputError: not a text, or tools of another form.
+        InputError: the argument is not a text, or the tools have another form.
     """
     if not isinstance(text, str):
         raise InputError(f"only a text can be parsed, got {format_value(text)}")

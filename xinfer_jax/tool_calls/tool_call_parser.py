@@ -12,13 +12,13 @@ from .tool_call_form import ToolCallForm, tool_call_forms
 
 @dataclasses.dataclass(frozen=True)
 class ToolCallDelta:
-    """What is new of one call.
+    """The new part of one call, in an `AnswerDelta`.
 
     Attributes:
-        index: of the call in the answer.
-        id: of the call; None but for its first delta.
-        name: of the function; None but for its first delta.
-        arguments: the next piece of its arguments' JSON.
+        index: the index of the call in the answer.
+        id: the id of the call, in the first delta of the call. None in later deltas.
+        name: the name of the function, in the first delta of the call. None in later deltas.
+        arguments: the next piece of the JSON of the arguments.
     """
 
     index: int

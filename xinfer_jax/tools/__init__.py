@@ -2,10 +2,17 @@
 
 - `AnswerParser` splits an answer into reasoning, content and calls, while it is generated (`AnswerDelta`,
   `ToolCallDelta`) or at its end.
-- `parse_tool_calls` does so for a whole text and returns a `ParsedAnswer` with `ToolCall`s.
-- `tool_grammar` returns a grammar that makes the model call one of your tools.
+- `parse_tool_calls` splits a whole text, and returns a `ParsedAnswer` with its `ToolCall` objects.
+- `tool_grammar` returns a grammar with which the model must call one of your tools.
 
-The code is in `tool_calls/` and `tokenization/`; `tool_calls/README.md` has examples.
+For example::
+
+    ids = xj.encode_prompt(model, "What is the weather in Paris?", tools=tools)
+    answer = model.tokenizer.decode(xj.generate(model.params, model.config, [ids]).tokens[0])
+    for call in xj.tools.parse_tool_calls(answer, tools).tool_calls:
+        print(call.name, call.arguments)
+
+The code is in `tool_calls/` and `tokenization/`, and `tool_calls/README.md` has more examples.
 """
 
 from ..lazy_names import lazy_names

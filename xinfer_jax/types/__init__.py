@@ -1,10 +1,13 @@
 """Types that you receive and do not make: `xj.types`. Use them in annotations.
 
+For example, `def accept(out: xj.types.GenerateOutput) -> bool`.
+
 - Results of functions: `GenerateOutput`, `BeamOutput`, `Decoded`, `ModelOutput`, `Scores`, `Stream`,
-  `TextStream`, `SampleOutput`, `TokenLogprobs`, `TokenText`, `Prefix`.
-- Requests of an engine: `Request`, `Answer`. What `kernels_used` returns: `Selection`.
+  `TextStream`, `SampleOutput`, `TokenLogprobs`, `TokenText`, `Prefix`, and `Selection` of `kernels_used`.
+- Requests of an engine: `Request`, `Answer`.
 - Reports and statistics: `BatchReport`, `GenerateStats`, `EngineStats`, `LoadStats`.
-- Arguments that your functions get: `DecodeState`, `SamplingContext`; and `RopeConfig`, a part of a config.
+- Arguments that your functions get: `DecodeState`, `SamplingContext`.
+- A part of a config: `RopeConfig`.
 """
 
 from ..lazy_names import lazy_names

@@ -14,15 +14,18 @@ from .quantized_weight import is_quantized
 
 @in_default_modes
 def dequantize(params: Params, dtype: Dtype | None = None) -> Params:
-    """Returns the parameters with float arrays in place of quantized matrices: those by which the quantized
-    ones multiply. A pure function, also of stacked layers. Adapters stay, and the config too.
+    """Returns the parameters with float arrays in place of quantized matrices.
+
+    The float arrays have the values by which the quantized matrices multiply. It is a pure function, and
+    takes stacked layers too. Adapters stay in the tree, and the config does not change.
 
     Args:
-        params: the tree. Other leaves stay as they are.
-        dtype: of the new arrays: "float32", "bfloat16" or "float16"; None: that of the norms.
+        params: the parameter tree. Leaves that are not quantized do not change.
+        dtype: the dtype of the new arrays: "float32", "bfloat16" or "float16". None takes the dtype of the
+            norms.
 
     Raises:
-        InputError: another dtype.
+        InputError: the dtype is another one.
     """
     to = activation_dtype(params) if dtype is None else resolve_dtype(dtype)
     return jax.tree.map(lambda leaf: _float_leaf(leaf, to), params, is_leaf=is_quantized)

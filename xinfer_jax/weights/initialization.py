@@ -18,17 +18,21 @@ from .params import check_weights, resolve_dtype
 def init_params(
     config: ModelConfig, key: jax.Array, dtype: Dtype | None = None, quantize: str | None = None
 ) -> Params:
-    """Returns random parameters: matrices normal with deviation 1/sqrt(inputs), embedding and biases 0.02,
-    norms 1.
+    """Returns random parameters for a config, for tests, benchmarks or training from scratch.
+
+    Matrices are normal with the standard deviation 1/sqrt(inputs). Embeddings and biases have the standard
+    deviation 0.02, and norms are 1. To get the shapes without memory, call it in `jax.eval_shape`.
 
     Args:
-        config, key: the model, and one PRNG key.
-        dtype: of every leaf whose spec names none; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8", "int4" or "ternary": the form of the matrices. Only one matrix at a time
-            exists in `dtype`.
+        config: the config of the model.
+        key: one PRNG key.
+        dtype: the dtype of every leaf whose spec names no dtype. None takes float32 on a CPU, and bfloat16 on
+            other devices.
+        quantize: "int8", "int4" or "ternary" quantizes the matrices. Only one matrix at a time then exists in
+            `dtype`. None quantizes nothing.
 
     Raises:
-        InputError: they need more memory than there is.
+        InputError: the parameters need more memory than there is.
     """
     dtype = resolve_dtype(dtype)
     quantized = None

@@ -24,29 +24,33 @@ def shardings(
     fsdp: str | None = None,
     like: Params | None = None,
 ) -> Params:
-    """Returns the parameter tree's `NamedSharding`s, for `jax.device_put` and `jax.jit`.
+    """Returns a tree of `NamedSharding` for the parameters, for `jax.device_put` and `jax.jit`.
 
-    Over the mesh's axis "model" matrices are divided by outputs where their input is a hidden state, by
-    inputs where their output is one. A vocabulary that the devices do not divide is replicated.
-    `load_model(path, mesh=mesh)` divides it too: it pads its matrices with rows of zeros to the next multiple
-    of the devices, and `like=model.params` returns the shardings of such a tree. Ids and logits are those of
-    the vocabulary in both cases.
+    The mesh's axis "model" divides matrices by their outputs if their input is a hidden state, and by their
+    inputs if their output is a hidden state (tensor parallelism).
+
+    A vocabulary whose size the devices do not divide is replicated. `load_model(path, mesh=mesh)` divides it
+    too: it pads its matrices with rows of zeros to the next multiple of the number of devices.
+    `like=model.params` returns the shardings of such a tree. Ids and logits have the unpadded vocabulary in
+    both cases.
 
     Args:
-        config: of the model.
-        mesh: a mesh with an axis "model", unless there are rules or fsdp. Its axes become Auto ones, but for
-            `jax.set_mesh` of one with Explicit axes.
-        rules: mesh axes by logical axis, for a mesh whose axes have other names: of "vocab", "heads",
-            "kv_heads", "linear_heads", "mlp", "experts" and "embed" (hidden_size). Those that are missing
-            are not divided. None: all but "embed" along "model". With other rules jax's compiler divides
-            the computation; forms for meshes are for "model" alone.
-        fsdp: an axis of the mesh that divides hidden_size too: each device stores less, and parts are
-            gathered where they are used. A mesh without "model" is divided along it alone.
-        like: parameters or their shapes, if matrices are quantized, the vocabulary is padded, or layers are
-            stacked.
+        config: the config of the model.
+        mesh: a mesh. It needs an axis "model", unless you pass `rules` or `fsdp`. Its axes become Auto axes,
+            except under `jax.set_mesh` of a mesh with Explicit axes.
+        rules: a dict from logical axes to mesh axes, for a mesh whose axes have other names. The logical axes
+            are "vocab", "heads", "kv_heads", "linear_heads", "mlp", "experts" and "embed" (hidden_size).
+            Missing axes are not divided. None divides all except "embed" along "model". With other rules,
+            jax's compiler divides the computation, because implementations for meshes work with "model"
+            alone.
+        fsdp: an axis of the mesh that divides hidden_size too (FSDP): each device stores less, and parts are
+            gathered at their use. A mesh without "model" is divided along this axis alone. None does not
+            divide hidden_size.
+        like: parameters or their shapes. You need it if matrices are quantized, the vocabulary is padded, or
+            layers are stacked. None: a float tree as `init_params` returns it.
 
     Raises:
-        InputError: no such axis, or its devices do not divide a size other than the vocabulary.
+        InputError: the mesh has no such axis, or its devices do not divide a size other than the vocabulary.
     """
     if rules is not None and (unknown := rules.keys() - RULES.keys()):
         raise InputError(f"rules have unknown axes {sorted(unknown)}: use some of {', '.join(RULES)}")

@@ -31,22 +31,25 @@ def reshard(
     quantize: str | None = None,
     fsdp: str | None = None,
 ) -> tuple[Params, ModelConfig]:
-    """Returns the parameters over a mesh, as `load_model(mesh=mesh)` divides them, and their config.
+    """Returns the parameters over a mesh, as `load_model(mesh=mesh)` shards them, and their config.
 
-    Where the mesh has more devices along "model" than the model has key heads, these are repeated, also in
-    the config. A vocabulary that the devices do not divide is padded with rows of zeros.
+    If the mesh has more devices along "model" than the model has key heads, the key heads are repeated, also
+    in the config. A vocabulary whose size the devices do not divide is padded with rows of zeros.
 
     Args:
-        params, config: a model's, on one device or over any mesh.
-        mesh: with an axis "model".
-        dtype: of float leaves; None: they keep theirs.
-        quantize: None, "int8" or "int4": matrices are quantized one at a time on the host, so this needs all
-            of a matrix in one process.
-        fsdp: as in `shardings`.
+        params, config: the parameter tree and the config of a model, on one device or over any mesh.
+        mesh: a mesh with an axis "model".
+        dtype: the dtype of float leaves. None keeps their dtypes.
+        quantize: "int8" or "int4" quantizes the matrices, one at a time on the host. Each matrix must then be
+            in one process. None quantizes nothing.
+        fsdp: as for `shardings`.
+
+    Returns:
+        The parameters and the config.
 
     Raises:
-        InputError: the devices do not divide a size; a matrix that is quantized already would be quantized,
-            or has key heads to repeat.
+        InputError: the devices do not divide a size, or a matrix is quantized already and would be quantized
+            again or has key heads to repeat.
     """
     check_params(params, config)
     devices = check_mesh(mesh).shape[MODEL]

@@ -13,21 +13,25 @@ from .params import AnyArray, Params, check_params
 
 @in_default_modes
 def stack_layers(params: Params, config: ModelConfig) -> Params:
-    """Returns the tree with equal layers stacked. A pure function of any tree with the parameters' structure:
-    of gradients, optimizer states, shapes, shardings, masks and labels too.
+    """Returns the parameter tree with equal layers stacked, for programs that scan over layers.
+
+    A program then compiles each kind of layer only once. It is a pure function of any tree with the structure
+    of the parameters, for example gradients, optimizer states, shapes, shardings, masks and labels.
 
     Args:
-        params: the tree; `layers` is a tuple of layers. A sharding gets an axis that is not divided in front.
-            Leaves that are no arrays, as a mask's True or a label, stay as they are.
-        config: of the model; its layers repeat a pattern of P kinds R times, and may end within it.
+        params: the tree. Its `layers` is a tuple of layers. A sharding gets a new first axis that is not
+            divided. Leaves that are not arrays, for example True in a mask or a label, do not change.
+        config: the config of the model. Its layers repeat a pattern of P kinds R times, and may end within
+            the pattern.
 
     Returns:
-        The tree; `layers` has "blocks", P trees whose arrays begin with an axis of R, and "rest", a tuple of
-        the layers after the last whole pattern. Layer i of the first P·R is at index i // P of block i % P.
+        The tree. Its `layers` has "blocks", P trees whose arrays begin with an axis of R, and "rest", a tuple
+        of the layers after the last whole pattern. If i is below P·R, layer i is at index i // P of block i %
+        P.
 
     Raises:
-        InputError: layers of one kind that differ in their leaves, as by an adapter of some of them, or in
-            the value of a leaf that is no array.
+        InputError: layers of one kind have different leaves, for example because only some of them have an
+            adapter, or they differ in the value of a leaf that is not an array.
     """
     check_params(params, config)
     layers = params["layers"]
@@ -47,7 +51,11 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
 
 @in_default_modes
 def unstack_layers(params: Params) -> Params:
-    """Returns the tree with a tuple of layers: the inverse of `stack_layers`."""
+    """Returns the tree with a tuple of layers. It is the inverse of `stack_layers`.
+
+    Args:
+        params: a tree from `stack_layers`.
+    """
     if not isinstance(params["layers"], dict) or params["layers"].keys() != {"blocks", "rest"}:
         raise InputError("the layers are not stacked: unstack_layers takes what stack_layers returns")
     blocks = params["layers"]["blocks"]

@@ -1,0 +1,51 @@
+"""Settings of Sphinx. `build_site.py` collects the texts and calls it."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+project = "xinfer_jax"
+author = "the authors of xinfer_jax"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+extensions = [
+    "myst_nb",  # Markdown, and the tutorials as notebooks
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["files"]
+templates_path = [
+    str(ROOT / ".docs/templates")
+]  # autosummary looks in the folder of the texts, Sphinx in this one
+default_role = "py:obj"  # `name` in a docstring is code, and a link if it is a public name
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4  # the anchors that GitHub makes
+nb_execution_timeout = 1800
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_default_options = {
+    "members": True,
+    "member-order": "bysource",
+    "inherited-members": "object, tuple, dict, BaseException",  # except those of these classes
+    # Methods that other modules of the engine call.
+    "exclude-members": "check_local, check_open, create_parts, enqueue, forget_prompts, make_requests",
+}
+autodoc_typehints = "none"  # signatures have them; `Args:` says what they mean
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True  # the fields of a dataclass as one list
+
+html_theme = "furo"
+html_title = f"xinfer_jax {release}"
+html_show_sphinx = False

@@ -1,0 +1,138 @@
+"""The documentation site builds without a warning, and has no dead link. Its pictures are up to date."""
+
+import functools
+import http.server
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from browser import CHROMIUM, Browser
+from paths import ROOT
+
+DOCS = ROOT / ".docs"
+FULL = [pytest.mark.full, pytest.mark.oldest]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.oldest
+def test_pictures_are_those_of_the_script():
+    drawn = load("draw_pictures").pictures()
+    found = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    assert found == drawn, "python .docs/draw_pictures.py draws them again"
+
+
+@pytest.mark.oldest
+def test_the_charts_show_figures_of_the_page_of_measurements():
+    page = (ROOT / "scripts/bench/README.md").read_text(encoding="utf-8")
+    figures = json.loads((DOCS / "pictures/figures.json").read_text(encoding="utf-8"))
+    for engine, rows in figures["speeds"]["engines"].items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {engine.split(' (')[0]}")]
+        for values in rows.values():
+            assert " · ".join(f"{value:g}" for value in values) in line
+    for device in figures["decode_bytes"]["devices"]:
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {device['name']} |")]
+        assert f"| {device['moved']:,} | {device['least']:,} |" in line
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for module in ("sphinx", "myst_nb", "furo", "jupytext"):
+        pytest.importorskip(module, reason="the extra `docs` is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, DOCS / "build_site.py", "--output", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert not done.returncode, done.stdout + done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """The links of a page, and the anchors that it has."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = set(), set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.anchors.add(value)
+            elif name in ("href", "src") and value:
+                self.links.add(value)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+PAGES = {
+    "index": "xinfer_jax",
+    "reference/xinfer_jax.GenerateOptions": "GenerateOptions",
+    "tutorials/lora": "LoRA",
+}
+BROKEN_PICTURES = "return [...document.images].filter(x => !x.naturalWidth).map(x => x.src)"
+COUNT_LINKS = "return document.links.length"
+CHECK_LINKS = """
+const links = new Set([...document.links].map(x => x.href.split('#')[0]));
+const inside = [...links].filter(x => x.startsWith(location.origin));
+Promise.all(inside.map(async x => (await fetch(x, {method: 'HEAD'})).ok ? null : x)).then(
+  found => { const dead = found.filter(x => x); window.dead = dead.length ? dead : ['none'] });
+"""
+
+
+class TestSite:
+    pytestmark = FULL
+
+    def test_every_text_of_the_repository_is_a_page(self, site):
+        addresses = load("build_site").ADDRESSES
+        listed = subprocess.run(
+            ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert {*listed.stdout.splitlines()} <= {*addresses}
+        assert not [address for address in addresses.values() if not (site / f"{address}.html").is_file()]
+
+    def test_no_link_within_the_site_is_dead(self, site):
+        pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+        assert len(pages) > 100
+        for path, page in pages.items():
+            for link in page.links:
+                parts = urlsplit(link)
+                if parts.scheme or parts.netloc or not (parts.path or parts.fragment):
+                    continue
+                there = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+                assert there.exists(), f"{path}: {link}"
+                if there in pages and parts.fragment:
+                    assert unquote(parts.fragment) in pages[there].anchors, f"{path}: {link}"
+
+    @CHROMIUM
+    def test_a_browser_shows_the_pages_and_finds_no_dead_link(self, site, tmp_path):
+        handler = functools.partial(Quiet, directory=str(site))
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = Browser(tmp_path)
+        try:
+            for name, heading in PAGES.items():
+                browser.open(
+                    f"http://127.0.0.1:{server.server_port}/{name}.html", "document.readyState === 'complete'"
+                )
+                assert heading in browser.script("return document.querySelector('h1').innerText")
+                assert browser.script(BROKEN_PICTURES) == [], name
+                assert browser.script(COUNT_LINKS) > 50
+                browser.script(CHECK_LINKS)
+                assert browser.wait_for("window.dead") == ["none"], name
+        finally:
+            browser.close()
+            server.shutdown()
+            server.server_close()
