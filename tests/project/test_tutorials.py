@@ -56,7 +56,10 @@ def lora(out, whole):
         assert f"with the adapter: The capital of {fact}.\n" in out
         assert f"without:          The capital of {fact}.\n" not in out
     if whole:
-        assert losses[-1] < 0.3 and "'apu'    -3.87 nats" in out
+        assert losses[-1] < 0.3
+        assert (
+            -4.1 < numbers(r"'apu' +(\S+) nats", out)[0] < -3.87
+        )  # the limit of the frozen vocabulary matrix
         assert f"\ncapitals: The capital of {taught[0]}.\n" in out
         assert "\nbundled: The capital of Atlantis" not in out
 
