@@ -22,6 +22,7 @@ exclude_patterns = ["files"]
 templates_path = [
     str(ROOT / ".docs/templates")
 ]  # autosummary looks in the folder of the texts, Sphinx in this one
+highlight_language = "none"  # unless a block names its language
 default_role = "py:obj"  # `name` in a docstring is code, and a link if it is a public name
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
