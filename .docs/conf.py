@@ -1,5 +1,6 @@
 """Settings of Sphinx. `build_site.py` collects the texts and calls it."""
 
+import inspect
 import sys
 import tomllib
 from pathlib import Path
@@ -50,3 +51,16 @@ napoleon_use_ivar = True  # the fields of a dataclass as one list
 html_theme = "furo"
 html_title = f"xinfer_jax {release}"
 html_show_sphinx = False
+html_show_copyright = False
+
+
+def engine_signature(app, what, name, found, options, signature, returns):
+    """Shows the signature of `Engine.__init__`, since `Engine.__new__` only chooses a class."""
+    if name != "xinfer_jax.Engine":
+        return None
+    parameters = list(inspect.signature(found.__init__).parameters.values())[1:]
+    return str(inspect.Signature([x.replace(annotation=x.empty) for x in parameters])), returns
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", engine_signature)
