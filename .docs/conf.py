@@ -1,12 +1,10 @@
 """Settings of Sphinx. `build_site.py` collects the texts and calls it."""
 
 import inspect
-import sys
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 project = "xinfer_jax"
 author = "the authors of xinfer_jax"
