@@ -55,12 +55,12 @@ class DecodeState(ShortRepr):
 
     @property
     def length_B(self) -> jax.Array:
-        """int32 [B]: the number of tokens that each row has sampled, the EOS token included."""
+        """The number of tokens that each row has sampled, the EOS token included, int32 [B]."""
         return self.context.num_generated_B
 
     @property
     def position_B(self) -> jax.Array:
-        """int32 [B]: the position of the next token. It is the length of the row."""
+        """The position of the next token, int32 [B]. It is the length of the row."""
         return self.context.position_B
 
     @property
@@ -70,7 +70,7 @@ class DecodeState(ShortRepr):
 
     @property
     def active_B(self) -> jax.Array:
-        """bool [B]: the row has not sampled an EOS token and has not reached its limit."""
+        """True for each row that has not sampled an EOS token and has not reached its limit, bool [B]."""
         return self.progress.active_B
 
     def with_masks(self, masks_BQW: AnyArray) -> "DecodeState":
