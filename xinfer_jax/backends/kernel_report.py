@@ -58,7 +58,7 @@ def kernels_used(
         rows: the number of prompts in the call.
         cache_dtype: the dtype of keys and values (see `GenerateOptions`).
         capacity: the most tokens that a row of the KV cache can hold. None takes the capacity of a call with
-            a short prompt and the default number of new tokens. `default_capacity` computes it for other calls.
+            a short prompt and the default number of new tokens.
 
     Returns:
         A dict from names of kernels to a `Selection`.
