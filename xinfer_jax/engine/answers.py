@@ -156,8 +156,7 @@ class Answer:
         """The sampling mask of each token, as `score` takes it.
 
         The array is uint32 [entries of `logprobs`, ceil(V/32)]. It is None if the request did not ask for
-        masks. If the processors and filters allowed id v, bit `v % 32`
-        of word `v // 32` is set.
+        masks. If the processors and filters allowed id v, bit `v % 32` of word `v // 32` is set.
         """
         if not self.request.request_options.return_support:
             return None

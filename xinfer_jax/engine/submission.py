@@ -445,7 +445,7 @@ class Engine:
             options: `GenerateOptions` for all prompts, or a list with one per prompt (see `submit_many`).
             request_options: the way in which the engine serves the requests. None takes `RequestOptions()`.
             fields: fields of `RequestOptions`, for example `priority=3`. They replace the fields of
-                `request_options`.
+                `request_options`. `adapter` may be a list with one name per prompt.
             key: one PRNG key (prompt i then uses `fold_in(key, i)`), or one key per prompt. None takes
                 `jax.random.key(0)`.
 

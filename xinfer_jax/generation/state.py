@@ -39,7 +39,7 @@ class DecodeState(ShortRepr):
         logprobs_BT: float32: the log-probabilities of these tokens before any logits processor.
         alternatives: the alternatives of each token. None: the call did not ask for them.
         output_start_B: int32: the number of tokens that were sampled before the first column of these arrays.
-            None: 0.
+            None: no tokens.
     """
 
     token_B: jax.Array
