@@ -317,7 +317,13 @@ class Answer:
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 
     def tokens_after(self, count: int) -> tuple[list[int], bool]:
-        """Returns the ids after the first `count`, and True if no more ids will come."""
+        """Returns the ids after the first `count`, and True if no more ids will come.
+
+        In an event loop, call it for each item of `Request.updates`.
+
+        Args:
+            count: the number of ids that you have already.
+        """
         ended = self.ended_by is not None  # read before the ids, which another thread appends to
         return self.tokens[count:], ended
 

@@ -208,7 +208,10 @@ class Request:
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
     def updates(self) -> AsyncIterator[bool]:
-        """Yields whenever the request may have new tokens, in an event loop."""
+        """Yields whenever the request may have new tokens, in an event loop.
+
+        `Answer.tokens_after` returns the tokens.
+        """
         return request_updates([self])
 
     def notify(self) -> None:

@@ -108,9 +108,9 @@ class AnswerParser:
     Args:
         formats: the formats of calls to recognize. `tokenizer.template_tools.format` is the format of a
             model. With an empty list, calls stay text. None recognizes all formats.
-        tools: the tools that the answer may call (see `encode_prompt`). In the format of Qwen3-Coder they give
-            the types of arguments, also through $ref, allOf and anyOf. Without them its arguments are texts.
-            None allows calls of any function.
+        tools: the tools that the answer may call (see `encode_prompt`). In the format of Qwen3-Coder they
+            give the types of arguments, also through $ref, allOf and anyOf. Without them its arguments are
+            texts. None allows calls of any function.
         in_reasoning: True if the prompt ends within the reasoning.
         most_calls: the most calls. The text after this number of calls is dropped. None: no limit.
         new_id: a function that returns the id of a call from its index. None takes random ids.
