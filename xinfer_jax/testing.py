@@ -74,7 +74,14 @@ def assert_parity(
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Arguments of `score` that choose the way in which it computes."""
+    """Arguments of `score` that choose the way in which it computes.
+
+    Attributes:
+        chunk: the number of tokens of each row whose logits exist at the same time.
+        taps: edits of the residual stream (see `run_model`).
+        remat: the values of a layer that the backward pass stores (see `run_model`).
+        impl: the implementation of attention.
+    """
 
     chunk: int | None
     taps: Taps | None

@@ -261,8 +261,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         output_size: T of the results, which is also the most tokens. None takes `max_tokens`, which you must
             not trace then.
         logprobs: the number k of alternatives. The result then has `alternatives`: the log-probability of
-            each token after the logits processors, and the k most likely tokens before and after them. k may
-            be 0. None returns no `alternatives`.
+            each token after the logits processors (`alternatives.processed_logprobs_BT`), and the k most
+            likely tokens before and after them. k may be 0. None returns no `alternatives`.
         grammar: an automaton from `xj.grammar.compile_dfa` for all rows, or a list with one (or None) per
             row. You may trace it. A row can end only at a point at which its automaton may end, by one of
             `eos_ids`. If the settings leave no token that the automaton allows, the row ends too, and its

@@ -103,7 +103,8 @@ def score(  # noqa: PLR0913  a public function
             it for a soft prompt (Lester et al. 2021). The ids at its positions do not matter.
         segment_ids_BT: ids of segments, for several texts in a row (see `run_model`). The entry of the first
             token of a segment is 0. None: a row is one text.
-        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0.
+        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0 in each
+            segment.
         routed_experts: the experts that each token uses (see `run_model`). The experts of token t have an
             effect on entry t. The router has gradients through the weights of the experts that are used. A
             reference model chooses its own experts. None: the router chooses all experts.

@@ -31,7 +31,7 @@ class DecodeState(ShortRepr):
     Attributes:
         token_B: int32: the last sampled token of each row.
         key_B: the PRNG keys of the rows.
-        sampling_B: the settings of each row, from `settings_per_row`.
+        sampling_B: a `SamplingConfig` with the settings of each row, as arrays [B].
         limit_B: int32: the most tokens of each answer.
         finished_B: bool: the row has sampled an EOS token, or your `stop` has ended it.
         context: the data that the logits processors need: positions, EOS ids and tokens.

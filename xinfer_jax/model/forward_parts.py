@@ -50,7 +50,8 @@ def hidden_states(  # noqa: PLR0913  a public function
             tokens.
         segment_ids_BT: ids of segments, for several texts in a row (see `run_model`). None: a row is one
             text.
-        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0.
+        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0 in each
+            segment.
         routed_experts: the experts that each token uses (see `run_model`). None: the router chooses them.
         taps: edits of the residual stream (see `run_model`). No tap may read.
         remat: the values of a layer that the backward pass stores (see `run_model`).

@@ -43,7 +43,7 @@ def tool_grammar(
         InputError: there are no tools, or no tool has this name.
         InputError: the chat template ignores tools, or writes calls in an unknown form.
         InputError: the form cannot express a keyword of a schema.
-        InputError: a schema would allow invalid arguments (see `served_schema`).
+        InputError: a schema would allow invalid arguments.
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)
