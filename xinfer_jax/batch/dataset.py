@@ -26,9 +26,10 @@ class DatasetGenerator:
     Args:
         model: a directory, a name on the hub, or a GGUF file (see `load_model`). None takes the bundled
             checkpoint.
-        options: defaults for the options that a row does not give. If `options.sampling` is None, the
-            defaults are the settings of the model's generation_config.json.
-        seed: the seed of rows without a seed (see `generate_file`).
+        options: the options of all rows, with `n=1`. If `options.sampling` is None, the settings of the
+            model's generation_config.json are used. None takes `GenerateOptions()`.
+        seed: the seed of all rows. The random numbers of a row also depend on its custom_id (see
+            `generate_file`).
         raw: True encodes the prompt of a row without the chat template.
         system: a system message that is put before the prompt of a row. None adds none.
         dtype: the dtype of floats (see `load_model`).
