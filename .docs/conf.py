@@ -63,10 +63,11 @@ def engine_signature(app, what, name, found, options, signature, returns):
 INTERNAL = set(
     """
     record_version ids_with_keys append end count_passes progress apply continue_from has_begun move_to
-    recorded answered new_detokenizer fail notify single_answer check_call usable check fits kv_layers with_masks count
-    checked rotated_width mixers feed_forward mixer_specs cached_mixers shares_kv head_widths layer_rope ropes
-    files fewest_ids harmony_marks writes_harmony answer_template automata_of_rows missing last_step_time
-    check_local check_open create_parts enqueue forget_prompts make_requests
+    recorded answered new_detokenizer fail notify single_answer check_call usable check fits kv_layers
+    with_masks count checked rotated_width mixers feed_forward mixer_specs cached_mixers shares_kv
+    head_widths layer_rope ropes files fewest_ids harmony_marks writes_harmony answer_template
+    automata_of_rows missing last_step_time check_local check_open create_parts enqueue forget_prompts
+    make_requests
     """.split()
 )
 
