@@ -21,8 +21,11 @@ import tempfile
 import types
 from pathlib import Path
 
-import jupytext
-from sphinx.cmd.build import build_main
+try:
+    import jupytext
+    from sphinx.cmd.build import build_main
+except ImportError as error:
+    raise SystemExit(f"{error}: install the extra with pip install -e '.[docs]'") from None
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
