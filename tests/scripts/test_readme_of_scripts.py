@@ -87,4 +87,4 @@ def test_files_and_tests_of_commands_exist(page):
         if chosen := re.search(r"-k (\w+)", given):
             file = next(part for part in given.split() if part.startswith("tests/"))
             assert re.search(rf"def test_\w*{chosen[1]}", (ROOT / file).read_text(encoding="utf-8")), given
-    assert files and not [file for file in files if not (ROOT / file).is_file()]
+    assert files and not [file for file in files if not (ROOT / file).exists()]
