@@ -123,12 +123,15 @@ def continue_rows(
     then your tokens, as `prefill` does.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         out: the result of `decode_loop`, with its cache.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32: the number of real tokens in each row. A row with 0 tokens only gets its last
             token.
-        donate, impl: as for `prefill`.
+        donate: True lets the call reuse the memory of the cache in `out`. That cache is deleted then.
+        impl: the implementation of the operations (see `prefill`). None chooses the one that suits the
+            device.
 
     Returns:
         float32 logits [B, V] after each row's last token, and the cache. Pass both to another `decode_loop`.
