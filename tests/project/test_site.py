@@ -4,6 +4,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_the_charts_show_figures_of_the_page_of_measurements():
     for device in figures["decode_bytes"]["devices"]:
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {device['name']} |")]
         assert f"| {device['moved']:,} | {device['least']:,} |" in line
+
+
+@pytest.mark.unit
+def test_each_picture_is_shown_on_a_page():
+    texts = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = set()
+    for page in map(ROOT.joinpath, texts.stdout.splitlines()):
+        links = re.findall(r"!\[[^]]+\]\(([^)]+\.svg)\)", page.read_text(encoding="utf-8"))
+        shown |= {(page.parent / link).resolve() for link in links if "://" not in link}
+    assert shown == {path.resolve() for path in (DOCS / "pictures").glob("*.svg")}
 
 
 def build(folder):

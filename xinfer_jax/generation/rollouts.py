@@ -73,7 +73,7 @@ def pack_rollout(
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routed_experts is not None:
         if out.routed_experts is None:
-            raise InputError("the answer has no routed experts: decode_loop(return_routed_experts=True) has")
+            raise InputError("the answer has no routed experts: give decode_loop return_routed_experts=True")
         check_array(
             "prompt_routed_experts", prompt_routed_experts, jnp.integer, B, T, *out.routed_experts.shape[2:]
         )
