@@ -32,6 +32,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # What layers are made of, by the kinds of their specs.
     ("mixer", "attention"): ("mixers.softmax_attention", "SoftmaxAttention"),
     ("mixer", "delta"): ("mixers.gated_delta", "GatedDelta"),
+    ("mixer", "latent_attention"): ("mixers.latent_attention", "LatentAttention"),
     ("mixer", "short_conv"): ("mixers.short_conv", "ShortConv"),
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
@@ -111,6 +112,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # Families by model_type.
     ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),
+    ("family", "deepseek_v3"): ("families.deepseek", "DEEPSEEK_V3"),
     ("family", "exaone4"): ("families.exaone4", "FAMILY"),
     ("family", "gemma"): ("families.gemma", "GEMMA"),
     ("family", "gemma2"): ("families.gemma", "GEMMA2"),

@@ -60,6 +60,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
         "gemma4_unified_text": "Gemma4Unified",
+        "deepseek_v3": "DeepseekV3",
         "glm4_moe": "Glm4Moe",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
@@ -98,6 +99,11 @@ _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 _GROUPS = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, head_dim=16
 )
+_LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
+_YARN40 = dict(
+    type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0, beta_fast=32,
+    beta_slow=1,
+)  # fmt: skip
 _OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
@@ -345,6 +351,16 @@ _CASES = {
         **_GROUPS | dict(n_group=1, topk_group=1), first_k_dense_replace=0, norm_topk_prob=False,
         n_shared_experts=0, num_key_value_heads=1, tie_word_embeddings=True,
     ),
+    # deepseek_v3: latent attention, and experts in groups
+    "deepseek-v3-yarn-groups": _hf(
+        "deepseek_v3", **_old(1e4, _YARN40), **_GROUPS | _LATENT, q_lora_rank=20, num_key_value_heads=4,
+        first_k_dense_replace=1, n_shared_experts=2, rms_norm_eps=1e-5, num_nextn_predict_layers=1,
+    ),
+    "deepseek-v3-bias-one-query-matrix-halves": _hf(
+        "deepseek_v3", **_new(rope_theta=5e4), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1),
+        q_lora_rank=None, num_key_value_heads=4, attention_bias=True, rope_interleave=False,
+        first_k_dense_replace=2, n_shared_experts=1, routed_scaling_factor=2.827,
+    ),
     # lfm2: short convolutions, and attention
     "lfm2-published-tied": _hf(
         "lfm2", block_ff_dim=100, block_multiple_of=16, full_attn_idxs=[1, 3], num_hidden_layers=5,
@@ -408,6 +424,7 @@ def prompts(case: Case) -> list[list[int]]:
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """Returns float32 weights by checkpoint name. All of them affect the logits, of order 1 to 10."""
     random = np.random.RandomState(seed)
+    rotated = next((getattr(mixer, "qk_rope_head_dim", 0) for mixer in config.mixer_specs), 0)
     specs = sorted(jax.tree.leaves(file_specs(config)), key=lambda spec: spec.hf_name)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -427,6 +444,10 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return 0.3 * noise
         if name.endswith("sinks"):
             return noise
+        if name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight")):
+            # Small latents show the epsilon of their norms. The last rows are rotated, and have no norm.
+            scale_O = np.where(np.arange(shape[0]) < shape[0] - rotated, 0.03, 1.5)
+            return (0.03 if "q_a" in name else scale_O[:, None]) * noise / np.sqrt(shape[-1])
         if "embed_tokens" in name or "lm_head" in name:
             # With a large tied matrix the model repeats the last token forever.
             large = 0.12 if config.embed_scale > 1 else 0.25

@@ -50,7 +50,7 @@ class Contiguous(LayerCache):
     @property
     def value_width(self) -> int:
         """The width of values; the keys have `k.shape[3]`."""
-        return (self.k if self.v is None else self.v).shape[3]
+        return self.k.value_width if self.v is None else self.v.shape[3]
 
     @property
     def fits(self) -> tuple[int, ...]:

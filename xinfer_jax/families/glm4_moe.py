@@ -26,11 +26,12 @@ def read_glm4_moe(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm="head" if get_boolean(hf, "use_qk_norm") else None,
     )
     dense = get_count(hf, "first_k_dense_replace")
-    specs = with_experts([LayerSpec((mixer,))] * layers, [i >= dense for i in range(layers)], _experts(hf))
+    specs = with_experts([LayerSpec((mixer,))] * layers, [i >= dense for i in range(layers)], read_routed_experts(hf))
     return dict(rope=read_rope(hf, _ROPE_TYPES, partial=True), layers=specs)
 
 
-def _experts(hf: Mapping) -> ExpertsSpec:
+def read_routed_experts(hf: Mapping) -> ExpertsSpec:
+    """Returns the experts of a layer, which a sigmoid router chooses in groups."""
     experts = get_integer_at_most(hf, "n_routed_experts", _MOST_EXPERTS)
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
     width = get_integer(hf, "moe_intermediate_size")
@@ -75,16 +76,22 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
         num_nextn_predict_layers=0,
         rope_parameters=write_rope(config.rope) | partial,
     )
-    if experts := config.experts:
-        router: Any = experts.router
-        names = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
-        settings |= {name: getattr(router, name) for name in names} | dict(
-            n_routed_experts=experts.num_experts,
-            num_experts_per_tok=experts.num_experts_per_tok,
-            moe_intermediate_size=experts.intermediate_size,
-            n_shared_experts=experts.shared_intermediate_size // experts.intermediate_size,
-        )
-    return settings
+    return settings | write_routed_experts(config)
+
+
+def write_routed_experts(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_routed_experts`."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    router: Any = experts.router
+    names = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+    return {name: getattr(router, name) for name in names} | dict(
+        n_routed_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        moe_intermediate_size=experts.intermediate_size,
+        n_shared_experts=experts.shared_intermediate_size // experts.intermediate_size,
+    )
 
 
 def unused_glm4_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
@@ -95,8 +102,8 @@ def unused_glm4_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
     return {name for name in names if name.startswith(prefixes)} | unused_shared_experts(config, names)
 
 
-_NAMES = EXPERTS | {"router.correction_bias": "mlp.gate.e_score_correction_bias"}
-_NAMES |= {f"shared.{leaf}": f"mlp.shared_experts.{leaf}_proj" for leaf in ("gate", "up", "down")}
+ROUTED_NAMES = EXPERTS | {"router.correction_bias": "mlp.gate.e_score_correction_bias"}
+ROUTED_NAMES |= {f"shared.{leaf}": f"mlp.shared_experts.{leaf}_proj" for leaf in ("gate", "up", "down")}
 FAMILY = Family(
     dict(
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5,
@@ -107,6 +114,6 @@ FAMILY = Family(
     read_glm4_moe,
     "Glm4MoeForCausalLM",
     write_glm4_moe,
-    Names(_NAMES, STACKED),
+    Names(ROUTED_NAMES, STACKED),
     unused=unused_glm4_moe,
 )  # fmt: skip

@@ -26,6 +26,7 @@ _SAME = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "kimi_k2": "deepseek_v3",
 }
 _QWEN2_VL = dict(rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8)
 _QWEN3_VL = dict(rope_theta=5e5, max_position_embeddings=128000)
@@ -63,7 +64,7 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     outer_type = hf.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in WRAPPERS:
-        return dict(hf)
+        return {**hf, "model_type": "deepseek_v3"} if outer_type == "kimi_k2" else dict(hf)
     text = {} if "text_config" not in hf and outer_type in _FLAT else hf.get("text_config")
     if not isinstance(text, Mapping):
         raise InputError(

@@ -95,7 +95,7 @@ class SoftmaxAttention(Mixer):
                     qkv, norms, angles, cache, start_B, num_tokens_B, run_config
                 )
                 visible = cache
-        q_BTNH = self.scale_queries(q_BTNH, positions.position_BT)
+        q_BTNH = scale_queries(q_BTNH, positions.position_BT, spec.query_scaling)
         length_B = num_tokens_B
         if start_B is not None:
             # Without queries no key is read.
@@ -155,14 +155,6 @@ class SoftmaxAttention(Mixer):
             return None
         return norm_before(params, "q_norm", self.config), norm_before(params, "k_norm", self.config)
 
-    def scale_queries(self, q_BTNH: jax.Array, position_BT: jax.Array) -> jax.Array:
-        """Queries with `AttentionSpec.query_scaling`."""
-        if not self.spec.query_scaling:
-            return q_BTNH
-        beta, length = self.spec.query_scaling
-        scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
-        return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
-
     def scoring(self, params: Params) -> dict[str, Any]:
         """What `attention` takes of a layer next to queries and keys."""
         spec = self.spec
@@ -210,3 +202,14 @@ class SoftmaxAttention(Mixer):
             return {}
         query = jax.ShapeDtypeStruct((rows, 1, self.config.num_attention_heads, self.head_dim), dtype)
         return dict.fromkeys(("prefill_attention", "decode_attention"), (query, cache))
+
+
+def scale_queries(
+    q_BTNH: jax.Array, position_BT: jax.Array, query_scaling: tuple[float, int] | None
+) -> jax.Array:
+    """Queries with `AttentionSpec.query_scaling`."""
+    if not query_scaling:
+        return q_BTNH
+    beta, length = query_scaling
+    scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
+    return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
