@@ -62,6 +62,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "gemma4_unified_text": "Gemma4Unified",
         "deepseek_v3": "DeepseekV3",
         "glm4_moe": "Glm4Moe",
+        "ernie4_5": "Ernie4_5",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -370,6 +371,20 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
+    "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5),
+    "glm-yarn-no-bias-tied": _hf("glm",
+        **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75),
+        attention_bias=False, num_key_value_heads=1, head_dim=24, tie_word_embeddings=True),
+    "glm4-published": _hf("glm4", **_new(rope_theta=5e4, partial_rotary_factor=0.5), attention_bias=True,
+        head_dim=24, rms_norm_eps=1e-5),
+    "glm4-long-whole-heads-tied": _hf("glm4", **_old(1e4), attention_bias=False, head_dim=16,
+        partial_rotary_factor=1.0, num_key_value_heads=1, tie_word_embeddings=True),
+    # ernie4_5: interleaved RoPE, one setting for all biases
+    "ernie4-5-published": _hf("ernie4_5", **_old(5e5), use_bias=False, head_dim=20, rms_norm_eps=1e-5),
+    "ernie4-5-bias-llama3-untied": _hf("ernie4_5", **_new("llama3", 1e4, **_LLAMA3), use_bias=True,
+        num_key_value_heads=1, head_dim=None, tie_word_embeddings=False),
     # smollm3: layers without rotary embedding
     "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
     "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,

@@ -41,7 +41,8 @@ class AttentionSpec(MixerSpec):
     num_key_value_heads: int | None = None  # K; None: the model's
     qkv_bias: bool = False  # queries, keys and values have biases
     o_bias: bool = False  # the output matrix has a bias
-    # RMS norm of queries and keys: "head": of each head, "joint": over all heads of a token; None.
+    # RMS norm of queries and keys: "head": of each head, "rotated_head": of each head after RoPE, "joint":
+    # over all heads of a token; None.
     qk_norm: str | None = None
     v_norm: bool = False  # RMS norm, without a weight, of each value head
     o_norm: bool = False  # RMS norm of the input of the output matrix

@@ -1,6 +1,5 @@
 """Fields and names of latent attention, which several families share."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ def read_latent_attention(
         )
     rank = None if hf["q_lora_rank"] is None else get_integer(hf, "q_lora_rank")
     spec = LatentAttentionSpec(**widths, q_lora_rank=rank, bias=get_boolean(hf, "attention_bias"))
-    rope = dataclasses.replace(read_rope(hf, rope_types), interleaved=get_boolean(hf, "rope_interleave"))
+    rope = read_rope(hf, rope_types, interleaved=get_boolean(hf, "rope_interleave"))
     return spec, dict(rope=rope, head_dim=rotated)
 
 

@@ -5,7 +5,8 @@ Read the files in this order:
 - `mixer` is the protocol: parameters, forward pass, cache, axes of a mesh, kernels, unsupported features.
 - `softmax_attention` is the mixer with keys and values, `attention` its causal attention by blocks, and
   `rope_append` its RoPE and append to the cache.
-- `rope_scaling` has RoPE for longer contexts, `key_bias` the bias of keys in a quantized cache.
+- `rope_scaling` has RoPE for longer contexts, `rope_orders` interleaved pairs and norms after RoPE,
+  `key_bias` the bias of keys in a quantized cache.
 - `gated_delta` is Gated DeltaNet, with its forward pass in `linear_attention` and its state in `recurrent`.
 - `short_conv` is LFM2's convolution.
 - Mixers with a state share `state_cache` (draft slots, how far rows go back) and `convolution`.
