@@ -102,8 +102,8 @@ _GROUPS = dict(
 )
 _LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
 _YARN40 = dict(
-    type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0, beta_fast=32,
-    beta_slow=1,
+    type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0,
+    beta_fast=32, beta_slow=1,
 )  # fmt: skip
 _OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
@@ -439,7 +439,6 @@ def prompts(case: Case) -> list[list[int]]:
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """Returns float32 weights by checkpoint name. All of them affect the logits, of order 1 to 10."""
     random = np.random.RandomState(seed)
-    rotated = next((getattr(mixer, "qk_rope_head_dim", 0) for mixer in config.mixer_specs), 0)
     specs = sorted(jax.tree.leaves(file_specs(config)), key=lambda spec: spec.hf_name)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -459,19 +458,26 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return 0.3 * noise
         if name.endswith("sinks"):
             return noise
-        if name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight")):
-            # Small latents show the epsilon of their norms. The last rows are rotated, and have no norm.
-            scale_O = np.where(np.arange(shape[0]) < shape[0] - rotated, 0.03, 1.5)
-            return (0.03 if "q_a" in name else scale_O[:, None]) * noise / np.sqrt(shape[-1])
         if "embed_tokens" in name or "lm_head" in name:
             # With a large tied matrix the model repeats the last token forever.
             large = 0.12 if config.embed_scale > 1 else 0.25
             return (large if config.tie_word_embeddings else 0.4) * noise
         is_sharp = name.split(".")[-2] in ("q_proj", "query_proj", "k_proj")
         sharp = 1.5 if is_sharp else 1.0  # clearly different attention scores
-        return sharp * noise / np.sqrt(shape[-1])
+        return sharp * _small_latents(name, config, noise) / np.sqrt(shape[-1])
 
     return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
+
+
+def _small_latents(name: str, config: ModelConfig, matrix: np.ndarray) -> np.ndarray:
+    """The matrix, if it makes latents with small ones, which show the epsilon of their norms. Its last rows
+    may make the part of keys that is rotated, which has no norm.
+    """
+    rotated = {"q_a_proj": 0, "kv_a_proj_with_mqa": config.head_dim}.get(name.split(".")[-2])
+    if rotated is None or not name.endswith(".weight"):
+        return matrix
+    is_latent = np.arange(len(matrix)) < len(matrix) - rotated
+    return np.where(is_latent[:, None], 0.03, 1.5) * matrix
 
 
 def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:

@@ -34,6 +34,7 @@ class LatentKV(StoredKV):
 
     @property
     def value_width(self) -> int:
+        """The width of values, which is another than that of keys."""
         return self.rank
 
     def map_slots(self, function: Callable, *others: Self) -> Self:
@@ -65,6 +66,6 @@ def check_latent_dtype(dtype: Any) -> None:
     """Raises InputError where latents cannot be stored in that dtype."""
     if quantized_dtype(dtype) is not None:
         raise InputError(
-            f"cache_dtype={dtype!r} is not supported for latent attention, whose cache has one vector in place"
-            " of keys and values: use a float type, for example 'bfloat16'"
+            f"cache_dtype={dtype!r} is not supported for latent attention, whose keys and values are one"
+            " vector: use a float type, for example 'bfloat16'"
         )

@@ -39,11 +39,6 @@ class StoredKV(ShortRepr):
         raise NotImplementedError
 
     @property
-    def value_width(self) -> int:
-        """The width of values, where it has both."""
-        return self.shape[3]
-
-    @property
     def dtype(self) -> jnp.dtype:
         """Of `values`."""
         return self.values.dtype

@@ -1,9 +1,9 @@
-"""DeepSeek-V3 and R1, and Kimi K2, whose architecture it is: latent attention, in the first layers an MLP, and
-in all others experts that a sigmoid router chooses in groups, with one that all tokens use.
+"""DeepSeek-V3 and R1, and Kimi K2, which is the same: latent attention, in the first layers an MLP, and in
+all others experts that a sigmoid router chooses in groups, with one that all tokens use.
 
 The norms of latents have an epsilon of 1e-6 whatever `rms_norm_eps` is, as in transformers. vLLM, SGLang and
-mlx-lm use `rms_norm_eps`. Files also have layers that draft tokens (multi-token prediction) after the last one
-of the model. They are not read.
+mlx-lm use `rms_norm_eps`. Files also have layers that draft tokens (multi-token prediction) after the last
+one of the model. They are not read.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
 
 DEEPSEEK_V3 = Family(
     dict(
-        head_dim=64, num_key_value_heads=128, max_position_embeddings=4096, rope_interleave=True, q_lora_rank=1536,
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=3,
-        moe_intermediate_size=2048, num_experts_per_tok=8, n_routed_experts=256, n_shared_experts=1, n_group=8,
-        topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5,
+        head_dim=64, num_key_value_heads=None, max_position_embeddings=4096, rope_interleave=True,
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        first_k_dense_replace=3, moe_intermediate_size=2048, num_experts_per_tok=8, n_routed_experts=256,
+        n_shared_experts=1, n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5,
     ),
     read_deepseek_v3,
     "DeepseekV3ForCausalLM",

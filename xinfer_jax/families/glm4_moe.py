@@ -26,7 +26,9 @@ def read_glm4_moe(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm="head" if get_boolean(hf, "use_qk_norm") else None,
     )
     dense = get_count(hf, "first_k_dense_replace")
-    specs = with_experts([LayerSpec((mixer,))] * layers, [i >= dense for i in range(layers)], read_routed_experts(hf))
+    specs = with_experts(
+        [LayerSpec((mixer,))] * layers, [i >= dense for i in range(layers)], read_routed_experts(hf)
+    )
     return dict(rope=read_rope(hf, _ROPE_TYPES, partial=True), layers=specs)
 
 

@@ -22,11 +22,11 @@ def read_latent_attention(
     """Returns the mixer, and the fields of `ModelConfig` that it sets. Raises InputError."""
     if hf.get("index_topk") is not None:
         raise InputError(
-            f"index_topk {format_value(hf['index_topk'])} is not supported: latent attention to the tokens that"
-            " an indexer chooses is not implemented, use a model without an indexer"
+            f"index_topk {format_value(hf['index_topk'])} is not supported: an indexer chooses the tokens that"
+            " attention sees, use a model without one"
         )
     check_setting(hf, "is_causal", True)
-    widths = {name: get_integer(hf, name) for name in _WIDTHS}
+    widths: dict[str, Any] = {name: get_integer(hf, name) for name in _WIDTHS}
     rotated = widths["qk_rope_head_dim"]
     if rotated % 2:
         raise InputError(

@@ -1,5 +1,5 @@
-"""`LatentAttention`: multi-head latent attention (MLA, DeepSeek-V2 2024), whose cache has one vector of a token
-for all heads.
+"""`LatentAttention`: multi-head latent attention (MLA, DeepSeek-V2 2024), whose cache has one vector of each
+token for all heads.
 
 A latent c of C numbers and a rotated part r of R numbers are computed for each token. The keys of head n are
 (Uₙ c, r), and its values are Wₙ c, with matrices U ("k_up") and W ("v_up"). There are two forms:
@@ -210,7 +210,7 @@ class LatentAttention(Mixer):
 
 
 def _times_rows(x_BTNO: jax.Array, leaf: Params) -> jax.Array:
-    """[B, T, N, I]: the product of each head's numbers and of its rows of a matrix [N O, I]."""
+    """[B, T, N, I]: each head's numbers times its rows of a matrix [N O, I]."""
     base_NOI, adapter = _by_head(leaf["weight"], x_BTNO)
     y = _einsum("btno,noi->btni", x_BTNO, base_NOI)
     if adapter:
@@ -220,7 +220,7 @@ def _times_rows(x_BTNO: jax.Array, leaf: Params) -> jax.Array:
 
 
 def _times_columns(x_BTNI: jax.Array, leaf: Params) -> jax.Array:
-    """[B, T, N, O]: the product of each head's numbers and of the transpose of its rows of a matrix [N O, I]."""
+    """[B, T, N, O]: each head's numbers times the transpose of its rows of a matrix [N O, I]."""
     base_NOI, adapter = _by_head(leaf["weight"], x_BTNI)
     y = _einsum("btni,noi->btno", x_BTNI, base_NOI)
     if adapter:
@@ -237,8 +237,8 @@ def _by_head(weight: Any, x_BTNX: jax.Array) -> tuple[jax.Array, Any]:
     weight.check_rows(x_BTNX)
     index_B = jnp.zeros(B, jnp.int32) if weight.adapter_B is None else weight.adapter_B
     a_BRI, b_BOR = weight.lora_a[index_B], weight.lora_b[index_B]
-    base: Any = weight.base
-    return base.reshape(N, -1, base.shape[-1]), (a_BRI, b_BOR.reshape(B, N, -1, b_BOR.shape[-1]), weight.scale)
+    b_BNOR = b_BOR.reshape(B, N, -1, b_BOR.shape[-1])
+    return weight.base.reshape(N, -1, weight.shape[-1]), (a_BRI, b_BNOR, weight.scale)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -206,9 +206,7 @@ class SoftmaxAttention(Mixer):
         return dict.fromkeys(("prefill_attention", "decode_attention"), (query, cache))
 
 
-def scale_queries(
-    q_BTNH: jax.Array, position_BT: jax.Array, query_scaling: tuple[float, int] | None
-) -> jax.Array:
+def scale_queries(q_BTNH: jax.Array, position_BT: jax.Array, query_scaling: Any) -> jax.Array:
     """Queries with `AttentionSpec.query_scaling`."""
     if not query_scaling:
         return q_BTNH

@@ -98,8 +98,9 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        own = {getattr(mixer, "num_key_value_heads", None) for mixer in layer.mixers} - {None}
-        return layer.with_mixer(num_key_value_heads=repeated(own.pop())) if own else layer
+        found = (getattr(mixer, "num_key_value_heads", None) for mixer in layer.mixers)
+        own = next(filter(None, found), None)
+        return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
 
     heads = repeated(config.num_key_value_heads)
     return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
