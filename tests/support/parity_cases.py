@@ -455,7 +455,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if name.endswith("correction_bias"):  # some scores with it are negative
             return 0.25 * noise - 0.4
         if name.endswith("bias"):
-            return 0.3 * noise
+            return 0.3 * _small_latents(name, config, noise)
         if name.endswith("sinks"):
             return noise
         if "embed_tokens" in name or "lm_head" in name:
@@ -469,15 +469,15 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
 
 
-def _small_latents(name: str, config: ModelConfig, matrix: np.ndarray) -> np.ndarray:
-    """The matrix, if it makes latents with small ones, which show the epsilon of their norms. Its last rows
-    may make the part of keys that is rotated, which has no norm.
+def _small_latents(name: str, config: ModelConfig, tensor: np.ndarray) -> np.ndarray:
+    """The weight or bias, smaller where it makes latents: small ones show the epsilon of their norms. The
+    last rows may make the part of keys that is rotated, which has no norm.
     """
     rotated = {"q_a_proj": 0, "kv_a_proj_with_mqa": config.head_dim}.get(name.split(".")[-2])
-    if rotated is None or not name.endswith(".weight"):
-        return matrix
-    is_latent = np.arange(len(matrix)) < len(matrix) - rotated
-    return np.where(is_latent[:, None], 0.03, 1.5) * matrix
+    if rotated is None:
+        return tensor
+    is_latent = np.arange(len(tensor)) < len(tensor) - rotated
+    return (np.where(is_latent, 0.03, 1.5) * tensor.T).T
 
 
 def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:

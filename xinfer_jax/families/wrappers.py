@@ -17,6 +17,7 @@ WRAPPERS = {
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "kimi_k25": "deepseek_v3",
 }
 _FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`; tied too if that says so
 _TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")  # by default, whatever their text models are
