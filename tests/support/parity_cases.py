@@ -63,6 +63,10 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "deepseek_v3": "DeepseekV3",
         "glm4_moe": "Glm4Moe",
         "ernie4_5": "Ernie4_5",
+        "ernie4_5_moe": "Ernie4_5_Moe",
+        "hunyuan_v1_dense": "HunYuanDenseV1",
+        "hunyuan_v1_moe": "HunYuanMoEV1",
+        "minimax_m2": "MiniMaxM2",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -385,6 +389,45 @@ _CASES = {
     "ernie4-5-published": _hf("ernie4_5", **_old(5e5), use_bias=False, head_dim=20, rms_norm_eps=1e-5),
     "ernie4-5-bias-llama3-untied": _hf("ernie4_5", **_new("llama3", 1e4, **_LLAMA3), use_bias=True,
         num_key_value_heads=1, head_dim=None, tie_word_embeddings=False),
+    # ernie4_5_moe: experts by a softmax with a bias for the choice; some layers have none
+    "ernie4-5-moe-published": _hf("ernie4_5_moe", **_old(5e5), use_bias=False, moe_num_experts=8, moe_k=3,
+        moe_intermediate_size=24, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
+        moe_layer_interval=1, rms_norm_eps=1e-5),
+    "ernie4-5-moe-interval-untied": _hf("ernie4_5_moe", **_new(rope_theta=1e4), num_hidden_layers=6,
+        moe_num_experts=6, moe_k=2, moe_intermediate_size=20, moe_num_shared_experts=0,
+        moe_layer_start_index=2, moe_layer_end_index=4, moe_layer_interval=2, moe_norm_min=0.4,
+        num_key_value_heads=1, tie_word_embeddings=False),
+    # dots1: the router of DeepSeek-V3, windows in late layers
+    "dots1-published": _hf("dots1", **_old(1e7), **_GROUPS | dict(n_group=1, topk_group=1),
+        n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+        sliding_window=None, max_window_layers=62, num_key_value_heads=4, rms_norm_eps=1e-5),
+    "dots1-groups-windows-tied": _hf("dots1", **_new(rope_theta=1e4), **_GROUPS, n_shared_experts=1,
+        norm_topk_prob=False, attention_bias=True, sliding_window=9, max_window_layers=2,
+        tie_word_embeddings=True),
+    # minimax_m2: sigmoid scores whose sum has no epsilon, joint norms, a part of each head is rotated
+    "minimax-m2-published": _hf("minimax_m2", **_old(5e6), num_local_experts=8, num_experts_per_tok=3,
+        intermediate_size=24, head_dim=16, rotary_dim=8),
+    "minimax-m2-yarn-whole-heads-tied": _hf("minimax_m2",
+        **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=1.0),
+        num_local_experts=5, num_experts_per_tok=1, intermediate_size=40, head_dim=24, rms_norm_eps=1e-5,
+        num_key_value_heads=1, tie_word_embeddings=True),
+    # olmoe: joint norms, weights of experts as they are
+    "olmoe-published": _hf("olmoe", **_old(1e4), num_experts=8, num_experts_per_tok=3, intermediate_size=24,
+        norm_topk_prob=False, clip_qkv=None, num_key_value_heads=4, rms_norm_eps=1e-5),
+    "olmoe-bias-normed": _hf("olmoe", **_new(rope_theta=5e4), num_experts=5, num_experts_per_tok=2,
+        intermediate_size=40, norm_topk_prob=True, attention_bias=True),
+    # hunyuan: norms of heads after RoPE; alpha stretches all wavelengths
+    "hunyuan-alpha-tied": _hf("hunyuan_v1_dense",
+        **_old(1e4, dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0,
+            mscale_all_dim=1.0)),
+        head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "hunyuan-bias-mqa": _hf("hunyuan_v1_dense", **_new(rope_theta=5e4), head_dim=24, attention_bias=True,
+        num_key_value_heads=1),
+    "hunyuan-moe-published": _hf("hunyuan_v1_moe",
+        **_old(1e4, dict(type="dynamic", alpha=50.0, factor=1.0)), head_dim=16, num_experts=8,
+        moe_topk=[3, 3, 3], intermediate_size=24, num_shared_expert=[1, 1, 1]),
+    "hunyuan-moe-bias": _hf("hunyuan_v1_moe", **_new(rope_theta=5e4), head_dim=20, num_experts=5,
+        moe_topk=2, intermediate_size=40, attention_bias=True, num_key_value_heads=1),
     # smollm3: layers without rotary embedding
     "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
     "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,
@@ -548,7 +591,9 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
-    state = {name.replace("block_sparse_moe.gate", "mlp.gate"): x for name, x in state.items()}  # of Mixtral
+    renamed = {"block_sparse_moe.gate": "mlp.gate", "mlp.moe_statics": "mlp.gate.moe_statics"}
+    for published, own in renamed.items():  # of Mixtral and ERNIE 4.5
+        state = {name.replace(published, own): x for name, x in state.items()}
     for name, empty in model.state_dict().items():  # a shared expert of width 0
         if ".shared_expert" in name:
             state.setdefault(name, torch.zeros_like(empty))

@@ -307,8 +307,8 @@ def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
 
 def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
     """Of each axis of a leaf the one of the tensor that holds it."""
-    if spec.depthwise:
-        return [0, 2]
+    if (unit := spec.unit_axis) is not None:
+        return [axis + (axis >= unit) for axis in range(len(spec.shape))]
     swapped = inputs_first or spec.interleaved and len(spec.shape) > 2
     return [0, 2, 1] if swapped else [*range(len(spec.shape))]
 

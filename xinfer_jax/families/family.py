@@ -18,7 +18,8 @@ class Joined:
     groups: str = ""
     stacked: bool = False  # it has those of all experts, and no ".weight" in its name
     interleaved: bool = False  # its inputs come first; its outputs are by turns those of the leaves
-    depthwise: bool = False  # it is the weight of a convolution, [rows, 1, width]
+    # The place of an axis of size 1 that it has and its leaves have not, as 1 in [rows, 1, width]; None.
+    unit_axis: int | None = None
     is_published: bool = True  # published files have it; False: they have its leaves, and it is read too
 
 

@@ -1,4 +1,4 @@
-"""GLM-4: interleaved RoPE of a part of each head, gate and up in one tensor. `glm4` (GLM-4-0414 and GLM-Z1) also
+"""GLM-4: interleaved RoPE of a part of each head, gate and up in one tensor. `glm4` (GLM-4-0414, GLM-Z1) also
 has norms after attention and MLP, `glm` (GLM-4-9B, GLM-Edge) has not.
 """
 
@@ -32,10 +32,8 @@ def write_glm(config: ModelConfig) -> dict[str, Any]:
     return dict(attention_bias=mixer.qkv_bias, rope_parameters=write_rope(config.rope) | partial)
 
 
-_DEFAULTS = dict(
-    num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
-    attention_bias=True, partial_rotary_factor=0.5,
-)  # fmt: skip
+_DEFAULTS = dict(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7)
+_DEFAULTS |= dict(attention_bias=True, partial_rotary_factor=0.5)
 _JOINED = (Joined("mlp.gate_up_proj", ("gate", "up")),)
 _POST_NORMS = dict(
     attn_post_norm="post_self_attn_layernorm.weight", mlp_post_norm="post_mlp_layernorm.weight"

@@ -87,7 +87,7 @@ _CONVOLUTION = dict(
 )  # fmt: skip
 _JOINED = (
     Joined("conv.in_proj", ("conv_b", "conv_c", "conv_x")),
-    Joined("conv.conv.weight", ("conv_taps",), depthwise=True),
+    Joined("conv.conv.weight", ("conv_taps",), unit_axis=1),
 )
 FAMILY = Family(
     dict(

@@ -20,7 +20,13 @@ WRAPPERS = {
     "kimi_k25": "deepseek_v3",
 }
 _FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`; tied too if that says so
-_TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")  # by default, whatever their text models are
+_TIED = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "kimi_k25",
+    "mistral3",
+)  # by default, whatever their text models are
 # For text all three positions of mrope are equal, so these are models of families without it.
 _SAME = {
     "qwen2_vl_text": "qwen2",

@@ -147,14 +147,14 @@ class SoftmaxAttention(Mixer):
 
     def rotation(self, params: Params, qkv: QKV, angles: Any) -> tuple[QKV, HeadNorms | None, Any]:
         """Queries, keys and values, the norms of heads and the angles, as `rotate` takes them."""
-        spec, norms = self.spec, None
-        if spec.qk_norm in ("head", "rotated_head"):
+        norms = None
+        if self.spec.qk_norm in ("head", "rotated_head"):
             q_norm = norm_before(params, "q_norm", self.config)
-            norms = q_norm, q_norm if spec.shares_kv else norm_before(params, "k_norm", self.config)
-        if spec.qk_norm == "rotated_head" or (spec.rope or self.config.rope).interleaved:
+            norms = q_norm, q_norm if self.spec.shares_kv else norm_before(params, "k_norm", self.config)
+        if self.spec.qk_norm == "rotated_head" or (self.spec.rope or self.config.rope).interleaved:
             from .rope_orders import reordered  # optional: other orders of RoPE
 
-            return reordered(spec, self.config, qkv, norms, angles)
+            return reordered(self.spec, self.config, qkv, norms, angles)
         return qkv, norms, angles
 
     def scoring(self, params: Params) -> dict[str, Any]:
