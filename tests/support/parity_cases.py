@@ -60,7 +60,10 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
         "gemma4_unified_text": "Gemma4Unified",
+        "deepseek_v2": "DeepseekV2",
         "deepseek_v3": "DeepseekV3",
+        "glm4_moe_lite": "Glm4MoeLite",
+        "minicpm3": "MiniCPM3",
         "glm4_moe": "Glm4Moe",
         "ernie4_5": "Ernie4_5",
         "ernie4_5_moe": "Ernie4_5_Moe",
@@ -366,6 +369,54 @@ _CASES = {
         q_lora_rank=None, num_key_value_heads=4, attention_bias=True, rope_interleave=False,
         first_k_dense_replace=2, n_shared_experts=1, routed_scaling_factor=2.827,
     ),
+    "deepseek-v2-greedy": _hf(
+        "deepseek_v2", **_old(1e4, _YARN40 | dict(mscale=0.707, mscale_all_dim=0.707)), **_GROUPS | _LATENT,
+        q_lora_rank=None, num_key_value_heads=4, first_k_dense_replace=1, n_shared_experts=2,
+        norm_topk_prob=True, topk_method="greedy",
+    ),
+    "deepseek-v2-groups": _hf(
+        "deepseek_v2", **_new(), **_GROUPS | _LATENT, q_lora_rank=20, num_key_value_heads=4,
+        attention_bias=True, routed_scaling_factor=16.0, topk_method="group_limited_greedy",
+    ),
+    "glm4-moe-lite-defaults": _hf(
+        "glm4_moe_lite", **_new(rope_theta=1e6), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1),
+        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, num_nextn_predict_layers=1,
+    ),
+    "glm4-moe-lite-layer-types-tied": _hf(
+        "glm4_moe_lite", **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64), **_GROUPS
+        | _LATENT, q_lora_rank=None, num_key_value_heads=4, mlp_layer_types=["sparse", "dense", "sparse"],
+        attention_bias=True, rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True,
+    ),
+    "mistral4-published": _hf(
+        "mistral4", **_new(
+            "yarn", 1e4, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1, partial_rotary_factor=0.4, beta_fast=32.0, beta_slow=1.0
+        ), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1, head_dim=20), q_lora_rank=20,
+        num_key_value_heads=4,
+    ),
+    "mistral4-groups-no-query-scale": _hf(
+        "mistral4", **_new("yarn", 1e5, factor=4.0, original_max_position_embeddings=64,
+        llama_4_scaling_beta=0.0, partial_rotary_factor=0.4), **_GROUPS | _LATENT | dict(head_dim=20),
+        q_lora_rank=None, num_key_value_heads=4, first_k_dense_replace=1, n_shared_experts=2,
+        routed_scaling_factor=1.5, rope_interleave=False, attention_bias=True,
+    ),
+    "minicpm3-longrope-tied": _hf(
+        "minicpm3", **_old(1e4, _long(4) | dict(original_max_position_embeddings=1024)), **_LATENT,
+        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, scale_emb=12, scale_depth=1.4,
+        dim_model_base=32, tie_word_embeddings=True,
+    ),
+    "minicpm3-one-query-matrix-bias": _hf(
+        "minicpm3", **_new(rope_theta=3e4), **_LATENT | dict(v_head_dim=None), q_lora_rank=None,
+        num_key_value_heads=4, scale_depth=None, dim_model_base=None, scale_emb=2.5, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "youtu-tied": _hf(
+        "youtu", **_new(rope_theta=1.6e6), **_LATENT, q_lora_rank=20, num_key_value_heads=4,
+    ),
+    "youtu-yarn-bias-untied": _hf(
+        "youtu", **_old(1e4, _YARN40), **_LATENT, q_lora_rank=None, num_key_value_heads=4,
+        attention_bias=True, tie_word_embeddings=False,
+    ),
     # lfm2: short convolutions, and attention
     "lfm2-published-tied": _hf(
         "lfm2", block_ff_dim=100, block_multiple_of=16, full_attn_idxs=[1, 3], num_hidden_layers=5,
@@ -587,9 +638,10 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
 
     settings = copy.deepcopy(hf)
     config = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    is_mistral4 = config.model_type == "mistral4"  # which the auto class knows only within mistral3
+    kind = transformers.Mistral4ForCausalLM if is_mistral4 else transformers.AutoModelForCausalLM
+    build = kind._from_config if is_mistral4 else kind.from_config
+    model = build(config, attn_implementation="eager", dtype=torch.float32).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
     renamed = {"block_sparse_moe.gate": "mlp.gate", "mlp.moe_statics": "mlp.gate.moe_statics"}
     for published, own in renamed.items():  # of Mixtral and ERNIE 4.5

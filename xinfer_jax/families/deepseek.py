@@ -1,6 +1,6 @@
-"""DeepSeek-V3 and R1 (Kimi K2 is the same), DeepSeek-V2, and Youtu-LLM: latent attention. DeepSeek's first layers
-have an MLP, all others experts that a router chooses in groups, and some that all tokens use. All layers of
-Youtu-LLM have an MLP.
+"""DeepSeek-V3 and R1, DeepSeek-V2, and Youtu-LLM: latent attention. DeepSeek's first layers have an MLP, all
+others experts that a router chooses in groups, and some that all tokens use. All layers of Youtu-LLM have an
+MLP. Kimi K2 is a DeepSeek-V3.
 
 Files of DeepSeek-V3 also have layers that draft tokens (multi-token prediction) after the last one of the
 model. They are not read.

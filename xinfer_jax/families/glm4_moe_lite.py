@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention, and experts as in GLM-4.5 in the layers that `mlp_layer_types` names. Files
+"""GLM-4.7-Flash: latent attention; the layers that `mlp_layer_types` names have experts as in GLM-4.5. Files
 also have a layer that drafts tokens (multi-token prediction) after the last one of the model. It is not read.
 """
 
@@ -24,10 +24,11 @@ def read_glm4_moe_lite(hf: Mapping, layers: int) -> dict[str, Any]:
     types = hf.get("mlp_layer_types")
     if types is None:
         types = [_DENSE] + [_SPARSE] * (layers - 1)
-    if not isinstance(types, list | tuple) or len(types) != layers or {*types} - {_DENSE, _SPARSE}:
+    is_list = isinstance(types, list | tuple) and len(types) == layers
+    if not is_list or any(kind not in (_DENSE, _SPARSE) for kind in types):
         raise InputError(
-            f"config.json: mlp_layer_types must list {_DENSE!r} or {_SPARSE!r} for each of the {layers} layers,"
-            f" got {format_value(types)}"
+            f"config.json: mlp_layer_types must list {_DENSE!r} or {_SPARSE!r} for each of the {layers}"
+            f" layers, got {format_value(types)}"
         )
     mixer, fields = read_latent_attention(hf)
     sparse = [kind == _SPARSE for kind in types]

@@ -1,7 +1,7 @@
 """Fields and names of latent attention, which several families share.
 
 The norms of latents have an epsilon of 1e-6 whatever `rms_norm_eps` is, as in transformers. vLLM, SGLang and
-mlx-lm use `rms_norm_eps`, which is 1e-5 in GLM-4.7-Flash, Kimi K2 and MiniCPM3.
+mlx-lm use `rms_norm_eps`, which is 1e-5 in GLM-4.7-Flash and MiniCPM3.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""MiniCPM3: latent attention with the pairs of RoPE in two halves, and scaled embeddings, residuals and logits."""
+"""MiniCPM3: latent attention with RoPE that is not interleaved; embeddings, residuals and logits scaled."""
 
 import math
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def read_minicpm3(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("v_head_dim") is None:
         if hidden % heads:
             raise InputError(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives"
-                " no v_head_dim"
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json"
+                " gives no v_head_dim"
             )
         hf = {**hf, "v_head_dim": hidden // heads}
     mixer, fields = read_latent_attention({**hf, "rope_interleave": False}, ("default", "longrope"))

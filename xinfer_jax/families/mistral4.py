@@ -1,5 +1,5 @@
-"""Mistral Small 4: latent attention with queries scaled by position, and experts that a softmax router chooses,
-with one that all tokens use.
+"""Mistral Small 4: latent attention with queries scaled by position, and experts that a softmax router
+chooses, with one that all tokens use.
 """
 
 import dataclasses
