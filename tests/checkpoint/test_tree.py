@@ -25,7 +25,17 @@ OTHERS = (
     "qwen3-5-tied", "lfm2-bias-untied-layer-types",
 )  # fmt: skip
 # Published with a tensor for each expert.
-APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "glm4_moe", "deepseek_v3")
+APART = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 
 
 def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.ModelConfig]:

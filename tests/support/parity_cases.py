@@ -402,8 +402,8 @@ _CASES = {
     ),
     "minicpm3-longrope-tied": _hf(
         "minicpm3", **_old(1e4, _long(4) | dict(original_max_position_embeddings=1024)), **_LATENT,
-        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, scale_emb=12, scale_depth=1.4,
-        dim_model_base=32, tie_word_embeddings=True,
+        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, scale_emb=3, scale_depth=2.4,
+        dim_model_base=96, tie_word_embeddings=True,
     ),
     "minicpm3-one-query-matrix-bias": _hf(
         "minicpm3", **_new(rope_theta=3e4), **_LATENT | dict(v_head_dim=None), q_lora_rank=None,
