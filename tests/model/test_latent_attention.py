@@ -61,9 +61,9 @@ def test_a_draft_model_and_beams(model, out):
     assert drafted.tokens == out.tokens and min(drafted.stats.acceptance) > 0.8
     options = dict(max_tokens=NEW, eos_token_ids=(), early_stopping=False)
     greedy = xj.beam_search(params, config, prompts, num_beams=1, **options)
-    assert [tokens for (tokens,) in greedy.tokens] == out.tokens
+    assert [tokens for (tokens,) in greedy.sequences] == out.tokens
     best = xj.beam_search(params, config, prompts, num_beams=3, **options)
-    for prompt, (tokens,), (score,) in zip(prompts, best.tokens, best.scores, strict=True):
+    for prompt, (tokens, *_), (score, *_) in zip(prompts, best.sequences, best.scores, strict=True):
         row_1T = np.array([prompt + tokens])
         logprobs_T = xj.score(params, config, row_1T).logprobs_BT[0, len(prompt) - 1 :]
         np.testing.assert_allclose(score, logprobs_T.mean(), atol=1e-4)

@@ -50,8 +50,7 @@ class Contiguous(LayerCache):
     @property
     def value_width(self) -> int:
         """The width of values; the keys have `k.shape[3]`."""
-        stored: Any = self.k if self.v is None else self.v
-        return getattr(stored, "value_width", stored.shape[3])
+        return getattr(self.k, "value_width", None) or (self.k if self.v is None else self.v).shape[3]
 
     @property
     def fits(self) -> tuple[int, ...]:

@@ -236,9 +236,9 @@ def _by_head(weight: Any, x_BTNX: jax.Array) -> tuple[jax.Array, Any]:
         return weight.reshape(N, -1, weight.shape[-1]), None
     weight.check_rows(x_BTNX)
     index_B = jnp.zeros(B, jnp.int32) if weight.adapter_B is None else weight.adapter_B
-    a_BRI, b_BOR = weight.lora_a[index_B], weight.lora_b[index_B]
+    b_BOR = weight.lora_b[index_B]
     b_BNOR = b_BOR.reshape(B, N, -1, b_BOR.shape[-1])
-    return weight.base.reshape(N, -1, weight.shape[-1]), (a_BRI, b_BNOR, weight.scale)
+    return weight.base.reshape(N, -1, weight.shape[-1]), (weight.lora_a[index_B], b_BNOR, weight.scale)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
