@@ -31,10 +31,12 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     # What layers are made of, by the kinds of their specs.
     ("mixer", "attention"): ("mixers.softmax_attention", "SoftmaxAttention"),
+    ("mixer", "attention_and_mlp"): ("feed_forward.attention_and_mlp", "AttentionAndMlp"),
     ("mixer", "delta"): ("mixers.gated_delta", "GatedDelta"),
     ("mixer", "short_conv"): ("mixers.short_conv", "ShortConv"),
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
+    ("feed_forward", "xielu_mlp"): ("feed_forward.xielu_mlp", "XieluMlp"),
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
@@ -109,8 +111,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("tool calls", "harmony"): ("tool_calls.harmony", "HARMONY"),
     ("tool calls", "glm45"): ("tool_calls.glm_call", "GLM45"),
     # Families by model_type.
+    ("family", "apertus"): ("families.apertus", "FAMILY"),
     ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),
+    ("family", "cohere2"): ("families.cohere2", "FAMILY"),
     ("family", "dots1"): ("families.dots1", "FAMILY"),
     ("family", "ernie4_5"): ("families.ernie4_5", "ERNIE4_5"),
     ("family", "ernie4_5_moe"): ("families.ernie4_5", "MOE"),

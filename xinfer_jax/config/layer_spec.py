@@ -115,6 +115,8 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | None = MlpSpec()
     pre_norm: bool = True  # RMS norm of the inputs of mixers and feed-forward
     post_norm: bool = False  # RMS norm of their outputs
+    # Norms, the final one too, subtract the mean first (LayerNorm without a bias). Equal in all layers.
+    centered_norms: bool = False
     scalar: bool = False  # the layer's output is multiplied by a number
 
     def with_mixer(self, **changes: Any) -> "LayerSpec":
@@ -132,7 +134,7 @@ class LayerSpec:
     @property
     def attention(self) -> AttentionSpec | None:
         """The softmax attention; None: the layer has none."""
-        return self.mixer_of(AttentionSpec.kind)
+        return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)), None)
 
     @property
     def mlp(self) -> MlpSpec | None:

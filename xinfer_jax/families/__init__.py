@@ -3,11 +3,12 @@
 In the order to read: `family` is what a file says of a family; `values` checks values of config.json,
 `layer_fields` and `rope_settings` read what several families share; then a file for each family, or for those
 that share most of it (`llama`, `qwen`, `olmo`, `gemma`, `gemma4`, `phi3`, `bitnet`, `mixtral`, `exaone4`,
-`granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`), and
-`grouped_experts` for those with experts as in DeepSeek-V3; `naming` makes the names of all tensors from a
-family's table; `wrappers` finds the text model within one that sees, `reading` is `from_hf`, `writing` its
-inverse `to_hf`; `skipped_tensors` are those that a text model does not read, `conversion` makes trees of
-tensors and tensors of trees, `leaf_assembly` leaves of tensors that come one by one.
+`granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`,
+`cohere2`, `apertus`), and `grouped_experts` for those with experts as in DeepSeek-V3; `naming` makes the
+names of all tensors from a family's table; `wrappers` finds the text model within one that sees, `reading` is
+`from_hf`, `writing` its inverse `to_hf`; `skipped_tensors` are those that a text model does not read,
+`conversion` makes trees of tensors and tensors of trees, `leaf_assembly` leaves of tensors that come one by
+one.
 
 - A family is a file here, a line in `plugins.py` and a case in `tests/support/parity_cases.py`.
 - What a model does not support follows from its layers (`config.unsupported`): no family can forget it.

@@ -38,6 +38,16 @@ def attention_bias(hf: Mapping) -> dict[str, Any]:
     return dict(qkv_bias=bias, o_bias=bias)
 
 
+def check_default_head_dim(hf: Mapping) -> None:
+    """Raises InputError for heads of another width than `hidden_size` by `num_attention_heads`."""
+    width = get_integer(hf, "hidden_size") // get_integer(hf, "num_attention_heads")
+    if hf["head_dim"] != width:
+        raise InputError(
+            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type {hf['model_type']!r}:"
+            f" leave it out, heads are hidden_size / num_attention_heads wide, {width}"
+        )
+
+
 def with_windows(
     layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerSpec, ...]:

@@ -7,7 +7,7 @@ import jax
 from ..cache.contiguous import Contiguous
 from ..config.run_config import RunConfig
 from ..ops.operation import run
-from ..weights.layers import Norm, apply_rope, rms_norm
+from ..weights.layers import Norm, apply_rope
 
 QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
 HeadNorms = tuple[Norm, Norm]  # of each head of queries and keys
@@ -45,7 +45,7 @@ def norm_heads(qkv: QKV, norms: HeadNorms | None) -> QKV:
     if norms is None:
         return qkv
     pairs = zip(qkv[:2], norms, strict=True)
-    q_BTNH, k_BTKH = (rms_norm(x, norm.weight, norm.eps, norm.offset) for x, norm in pairs)
+    q_BTNH, k_BTKH = (norm(x) for x, norm in pairs)
     return q_BTNH, k_BTKH, qkv[2]
 
 
