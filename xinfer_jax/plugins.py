@@ -190,7 +190,7 @@ def register(kind: str, name: str, entry: object) -> None:
 
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """Returns the entry of that name; None if there is none, or its module or package is not there."""
+    """Returns the entry of that name, or None if there is none, or its module or package is not there."""
     if (kind, name) in _REGISTERED:
         return _REGISTERED[kind, name]
     if (kind, name) not in TABLE:

@@ -36,7 +36,7 @@ class Case:
     @property
     def continued_prompts(self) -> tuple[int, ...]:
         """Indices of the prompts to continue: not those that would cross the maximum of rope type dynamic, or
-        the length at which longrope switches its factors; none of a model that is not causal.
+        the length at which longrope switches its factors. None of a model that is not causal.
         """
         config = self.config
         if self.hf.get("use_bidirectional_attention") is True:
@@ -470,7 +470,7 @@ CACHED = (
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """Returns random ids; they are the same in every call."""
+    """Returns random ids. They are the same in every call."""
     random = np.random.RandomState(7)  # numpy guarantees this generator's stream for ever
     return [random.randint(0, VOCAB, length).tolist() for length in case.lengths]
 
@@ -546,7 +546,7 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
 
 
 def _grouped(spec: FileSpec, tensor: np.ndarray) -> np.ndarray:
-    """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
+    """A tensor by group of rows of the fused one with it, [groups, rows, ...]. Others as they are."""
     if spec.fused_name is None:
         return tensor
     if spec.interleaved:  # outputs last

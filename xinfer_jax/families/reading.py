@@ -26,7 +26,7 @@ SIZES = (
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig.from_hf`."""
+    """Runs `ModelConfig.from_hf`."""
     if not isinstance(hf, Mapping):
         raise not_a_config_file(hf)
     hf = text_settings(hf)
@@ -74,7 +74,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _not_causal(layer: LayerSpec) -> LayerSpec:
-    """The layer where `is_causal` is false: its attention, if it has one, sees later tokens too."""
+    """Returns the layer for `is_causal` false: its attention, if it has one, sees later tokens too."""
     attention = layer.attention
     if attention is None or attention.ahead:
         return layer
