@@ -8,12 +8,14 @@ _AFTER_0_10 = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0,
 
 
 def transpose_ref(ref):
-    """The transpose of a two-dimensional reference."""
+    """Returns the transpose of a two-dimensional reference."""
     return ref.transpose((1, 0)) if _AFTER_0_10 else plgpu.transpose_ref(ref, (1, 0))
 
 
 def load(ref, start, size, layout):
-    """`size` elements of a one-dimensional reference from `start` on, in the given register layout."""
+    """Returns `size` elements of a one-dimensional reference from `start` on, in the given register
+    layout.
+    """
     return (
         plgpu.load(ref.at[pl.ds(start, size)], layout=layout)
         if _AFTER_0_10

@@ -1,7 +1,7 @@
-"""What the kernels for prompts of linear attention share (Gated DeltaNet in blocks, by the WY form: Yang et
-al. 2024, "Parallelizing linear transformers with the delta rule").
+"""The common part of the kernels for prompts of linear attention. They run Gated DeltaNet in blocks, by the
+WY form (Yang et al. 2024, "Parallelizing linear transformers with the delta rule").
 
-C tokens of a block; other letters as in `reference_delta`.
+C is the number of tokens of a block. Other letters are as in `reference_delta`.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ _MOST_DECAY = 128  # of a token's decay, whose exponential is 0 in float32
 
 
 def split(x: jax.Array) -> Parts:
-    """bfloat16 numbers whose sum is float32 x, the largest first: products of matrices are on matrix units of
-    16 bits, and none of its digits are dropped.
+    """Returns bfloat16 numbers whose sum is float32 x, the largest first: products of matrices are on matrix
+    units of 16 bits, and none of its digits are dropped.
     """
     high = _rounded(x)
     rest = x - high
@@ -36,20 +36,22 @@ def split(x: jax.Array) -> Parts:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """float32 x rounded to bfloat16's digits, by its bits: XLA leaves out a conversion there and back."""
+    """Returns float32 x rounded to bfloat16's digits, by its bits: XLA leaves out a conversion there and
+    back.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + 0x8000) & ~0xFFFF, jnp.float32)
 
 
 def pad_tokens(new: NewToken) -> NewToken:
-    """Tokens [B, T, ...] up to whole blocks."""
+    """Returns tokens [B, T, ...] up to whole blocks."""
     missing = -new.q.shape[1] % BLOCK
     return NewToken(*(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new)) if missing else new
 
 
 def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[LogDecay, jax.Array]:
-    """float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and beta.
-    Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
+    """Returns float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and
+    beta. Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
     steps = log_steps(new, weights, num_tokens_B)
     B, T, N = steps[0].shape
@@ -60,8 +62,8 @@ def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tupl
 
 
 def decay_between(later: LogDecay, earlier: LogDecay) -> jax.Array:
-    """The logarithm of the decay. It may be small where that from the block's begin is large: what float32
-    rounds off from the latter would be a large part of it.
+    """Returns the logarithm of the decay. It may be small if the decay from the block's begin is large: the
+    rounding error of the latter in float32 would be a large part of it.
     """
     return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
@@ -70,14 +72,17 @@ def system(
     keys_CC: jax.Array, queries_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay, beta_C1: jax.Array,
     offset: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The strictly lower triangle L of I + L, whose solution for β (v − Γ Sᵀk) a block writes, where Γ is the
-    decay up to each token; and the weights of what is written in the results. Both [C, C], or a part of them.
+    """Returns two matrices, both [C, C] or a part of them:
+
+    - The strictly lower triangle L of I + L. A block writes its solution for β (v − Γ Sᵀk), with the decay Γ
+      up to each token.
+    - The weights with which the written values count in the results.
 
     Args:
         keys_CC, queries_CC: products of keys, and of queries, with the keys.
         total_C1, total_1C: the logarithm of the decay up to each token.
         beta_C1: strengths of the writes.
-        offset: by how many the first row is below the first column.
+        offset: the distance by which the first row is below the first column.
     """
     row, column = (lax.broadcasted_iota(jnp.int32, keys_CC.shape, axis) for axis in (0, 1))
     row += offset

@@ -1,8 +1,8 @@
-"""What the kernels for draft tokens of linear attention (Gated DeltaNet) share.
+"""The common part of the kernels for draft tokens of linear attention (Gated DeltaNet).
 
-The state of a cache with draft slots is that before the last call of at most P tokens, which lie beside it.
-A call first applies those that were accepted, then its own T tokens, one after the other: the state is read
-and written once. S = P + T; other letters as in `reference_delta`.
+A cache with draft slots keeps the state before the last call of at most P tokens, and next to it these
+tokens. A call first applies the tokens that were accepted, then its own T tokens, one after the other. So the
+state is read and written once. S = P + T. Other letters are as in `reference_delta`.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .reference_delta import DeltaState, DeltaWeights, NewToken, before_tokens, 
 
 
 class DraftTokens(NamedTuple):
-    """What the kernels read of S tokens, float32. A token with decay 1 and beta 0 changes no state."""
+    """The inputs of the kernels for S tokens, float32. A token with decay 1 and beta 0 changes no state."""
 
     q: Any  # [B, S, K, H]
     k: Any
@@ -37,14 +37,14 @@ class DraftCall(NamedTuple):
 def draft_call(
     new: NewToken, weights: DeltaWeights, old: DeltaState, steps, accepted_B, start_B, num_tokens_B
 ) -> DraftCall:
-    """The tokens in draft slots and those of the call [B, T, ...], side by side.
+    """Returns the tokens in draft slots and the tokens of the call [B, T, ...], side by side.
 
     Args:
-        new, weights: of T tokens; of the layer.
-        old: with P draft slots after the W inputs of the convolution.
-        steps: of the draft slots, [B, N, P, 2].
-        accepted_B: how many of the draft slots are applied.
-        start_B, num_tokens_B: position of the first of the T tokens, and how many there are.
+        new, weights: the T tokens, and the weights of the layer.
+        old: the state, with P draft slots after the W inputs of the convolution.
+        steps: the steps of the draft slots, [B, N, P, 2].
+        accepted_B: the number of draft slots that are applied.
+        start_B, num_tokens_B: the position of the first of the T tokens, and their number.
     """
     B, T = new.q.shape[:2]
     P = steps.shape[2]

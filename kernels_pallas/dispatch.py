@@ -1,5 +1,5 @@
-"""Chooses the implementation of a call: by name, by the GPU or TPU in the machine, and by what each kernel
-supports.
+"""Chooses the implementation of a call: by name, by the GPU or TPU in the machine, and by the arguments that
+each kernel supports.
 
 Nothing here asks which device a traced program will run on. `select` uses shapes, dtypes and the NVIDIA GPU
 or TPU of this process, if any. `lax.platform_dependent` then decides whether the program runs there.
@@ -48,8 +48,8 @@ def assume_device(
     """Inside, this process selects kernels as one with such an NVIDIA GPU or TPU does, to compile for it.
     jax's traces are dropped at both ends, since they do not know for which device they are.
 
-    capability: compute capability of a GPU, (9, 0) for Hopper; None: of a TPU. name: of the device, for the
-    reasons of selections.
+    capability: compute capability of a GPU, (9, 0) for Hopper. None: the device is a TPU. name: the name of
+    the device, for the reasons of selections.
     """
     global _assumed
     before = _assumed
@@ -63,14 +63,16 @@ def assume_device(
 
 
 def default_platform() -> str:
-    """The platform of `assume_device`, "gpu" or "tpu"; outside of it jax's default backend."""
+    """Returns the platform of `assume_device`, "gpu" or "tpu". Outside of it, it returns jax's default
+    backend.
+    """
     if _assumed is None:
         return jax.default_backend()
     return "tpu" if _assumed.impl == "tpu" else "gpu"
 
 
 def device_impl() -> Selection:
-    """The implementation for this process's NVIDIA GPUs or TPUs; "xla" where it has none."""
+    """Returns the implementation for this process's NVIDIA GPUs or TPUs, or "xla" if it has none."""
     if _assumed is not None:
         return _assumed
     device = _first_device("cuda")
@@ -88,7 +90,7 @@ def device_impl() -> Selection:
 
 
 def platforms() -> tuple[str, ...]:
-    """The platforms of this process's devices, as `lax.platform_dependent` names them."""
+    """Returns the platforms of this process's devices, as `lax.platform_dependent` names them."""
     here = device_impl().impl
     if here == "tpu":
         return "cpu", "tpu"
@@ -96,7 +98,9 @@ def platforms() -> tuple[str, ...]:
 
 
 def _first_device(platform: str) -> jax.Device | None:
-    """All devices of a process are taken to be alike. None: it has none of this platform."""
+    """Returns the first device of this platform. All devices of a process are taken to be alike. None: the
+    process has none.
+    """
     try:
         return jax.local_devices(backend=platform)[0]
     except RuntimeError:
@@ -110,8 +114,8 @@ def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
 
 
 def unavailable_reason(impl: str | None) -> str | None:
-    """Why this process cannot run an implementation at all; None: it can. Ignore it for programs that are
-    only compiled here.
+    """Returns the reason why this process cannot run an implementation at all. None: it can. Ignore it for
+    programs that are only compiled here.
     """
     if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
@@ -126,16 +130,17 @@ def unavailable_reason(impl: str | None) -> str | None:
 
 
 def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
-    """The implementation of `kernel` for arguments of these shapes and dtypes.
+    """Returns the implementation of `kernel` for arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
-        impl: one of `IMPLS`; None: the one for the device of this process, or "xla" where it does not
-            support the call.
-        args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches; q,
-            the taps of its convolution and the `DeltaState`. `SideBySide` is k, and v is None.
-        obstacle: why no kernel supports the call, if the caller knows a reason.
+        impl: one of `IMPLS`. None: the implementation for the device of this process, or "xla" if that does
+            not support the call.
+        args: the kernel's first arrays (or anything with shape and dtype). They are q, k, v and perhaps
+            `KeyBias`, or x, or x and the weight, or x, the experts' matrices and perhaps their biases, or q
+            and the caches, or q, the taps of its convolution and the `DeltaState`. `SideBySide` is k, and v
+            is None.
+        obstacle: the reason why no kernel supports the call, if the caller knows one.
 
     Raises:
         ValueError: the named implementation does not exist, or does not support these arguments.
@@ -182,8 +187,8 @@ def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def platform_of(chosen: str, requested: str | None) -> str | None:
-    """The platform whose programs run the chosen implementation, as `lax.platform_dependent` names it. None:
-    all of them, since it was requested by name; or there is no kernel.
+    """Returns the platform whose programs run the chosen implementation, as `lax.platform_dependent` names
+    it. None: all platforms, since it was requested by name, or there is no kernel.
     """
     if requested is not None or chosen == "xla":
         return None
@@ -191,15 +196,17 @@ def platform_of(chosen: str, requested: str | None) -> str | None:
 
 
 def run_on_platform(platform: str | None, kernel: Callable, plain: Callable, *operands: Any) -> Any:
-    """`kernel(*operands)` in programs of this platform, `plain` in others; None: `kernel` in all programs."""
+    """Runs `kernel(*operands)` in programs of this platform, `plain` in others. None: `kernel` in all
+    programs.
+    """
     if platform is None:
         return kernel(*operands)
     return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
-    Constants are not marked by themselves.
+    """Returns the tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input
+    varies. Constants are not marked by themselves.
     """
     axes = _varying_axes(inputs)
 
@@ -211,8 +218,8 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
 
 
 def result_type(shape: tuple[int, ...], dtype: Any, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
-    varies over.
+    """Returns the type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an
+    input varies over.
     """
     varying = jax.sharding.ManualAxisType(varying=_varying_axes(inputs))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

@@ -18,7 +18,7 @@ class Levels(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the levels."""
+        """The shape of the levels."""
         return self.values.shape
 
 
@@ -35,7 +35,7 @@ class SideBySide(NamedTuple):
 
 
 def join(k: Any, v: Any) -> SideBySide:
-    """Keys and values [P, K, S, H] side by side: arrays, or `Levels` in 8 bits."""
+    """Returns keys and values [P, K, S, H] side by side: arrays, or `Levels` in 8 bits."""
     if not isinstance(k, Levels):
         return SideBySide(jnp.concatenate([k, v], -1))
     values, scale = (jnp.concatenate(parts, -1) for parts in zip(k, v, strict=True))
@@ -43,7 +43,7 @@ def join(k: Any, v: Any) -> SideBySide:
 
 
 def separate(kv: SideBySide) -> tuple[jax.Array | Levels, jax.Array | Levels]:
-    """Keys and values, float numbers or `Levels` whose scale stays float32."""
+    """Returns keys and values, float numbers or `Levels` whose scale stays float32."""
     k, v = jnp.split(kv.values, 2, -1)
     if kv.scale is None:
         return k, v
@@ -52,24 +52,25 @@ def separate(kv: SideBySide) -> tuple[jax.Array | Levels, jax.Array | Levels]:
 
 
 def scale_rows(slots: int) -> int:
-    """The rows into which the four numbers of a slot are divided in `SideBySide.scale`."""
+    """Returns the rows into which the four numbers of a slot are divided in `SideBySide.scale`."""
     return 4 if slots % LANES == 0 else 2
 
 
 def pack_scale(scale_PKS4: jax.Array) -> jax.Array:
-    """The form of `SideBySide.scale`."""
+    """Returns the form of `SideBySide.scale`."""
     P, K, S, _ = scale_PKS4.shape
     return jnp.swapaxes(scale_PKS4, 2, 3).reshape(P, K, scale_rows(S), -1)
 
 
 def unpack_scale(scale: jax.Array) -> jax.Array:
-    """[P, K, S, 4] of `SideBySide.scale`."""
+    """Returns [P, K, S, 4] of `SideBySide.scale`."""
     return jnp.swapaxes(scale.reshape(*scale.shape[:2], 4, -1), 2, 3)
 
 
 class HeadNorms(NamedTuple):
     """RMS norms of the queries and keys of each head: x / sqrt(mean(x²) + eps), times offset + weight in
-    float32; without an offset (None) it is rounded to the dtype of x before it is multiplied by the weight.
+    float32. Without an offset (None) the norm is rounded to the dtype of x before it is multiplied by the
+    weight.
     """
 
     q_H: jax.Array
@@ -88,20 +89,24 @@ class KeyBias(NamedTuple):
     sin_RP: jax.Array
 
     def at(self, position_S: jax.Array) -> jax.Array:
-        """float32 [K, S, H]: the bias at these positions."""
+        """Returns float32 [K, S, H]: the bias at these positions."""
         cos_SP, sin_SP = (x[position_S // BIAS_STRIDE] for x in (self.cos_RP, self.sin_RP))
         return rotate_pairs(self.near_KCH[:, position_S % BIAS_STRIDE], cos_SP, sin_SP)
 
 
 def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """float32 x [..., H], whose pairs (i, i + P) are rotated by these angles [..., P]; the rest stays."""
+    """Returns float32 x [..., H], whose pairs (i, i + P) are rotated by these angles [..., P]. The rest
+    stays.
+    """
     pairs = cos.shape[-1]
     a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def to_levels(x: jax.Array, low: jax.Array, high: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """`Levels.values` and `Levels.scale` of float32 vectors [..., H] between low and high [..., 1]."""
+    """Returns `Levels.values` and `Levels.scale` of float32 vectors [..., H] between low and high [...,
+    1].
+    """
     top = 2**bits - 1
     step = jnp.maximum((high - low) / top, jnp.finfo(jnp.float16).smallest_normal)
     scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
@@ -115,20 +120,20 @@ def to_levels(x: jax.Array, low: jax.Array, high: jax.Array, bits: int) -> tuple
 
 
 def from_levels(values: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
-    """The float32 numbers of levels."""
+    """Returns the float32 numbers of levels."""
     level = values if bits == 8 else jnp.concatenate([values & 15, values >> 4], -1)
     step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
     return low + step * level.astype(jnp.float32)
 
 
 def quantize(x: jax.Array, bits: int) -> Levels:
-    """Vectors [..., H] in levels between the smallest and the largest number of each."""
+    """Returns vectors [..., H] in levels between the smallest and the largest number of each."""
     x = x.astype(jnp.float32)
     return Levels(*to_levels(x, x.min(-1, keepdims=True), x.max(-1, keepdims=True), bits))
 
 
 def dequantize(x: jax.Array | Levels, width: int) -> jax.Array:
-    """float32 [P, K, S, H]. width: H."""
+    """Returns float32 [P, K, S, H]. width: H."""
     if isinstance(x, Levels):
         return from_levels(x.values, x.scale, 8 * x.values.shape[-1] // width)
     return x.astype(jnp.float32)

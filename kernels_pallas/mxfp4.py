@@ -14,9 +14,9 @@ class Mxfp4(NamedTuple):
     """Matrices [X, O, I] of numbers of 4 bits (E2M1) times powers of two.
 
     Attributes:
-        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high one. Or
-            `values_for_tpu`.
-        scale: uint8 [X, Q, O]: exponent + 127; 0 counts as 0. With `values_for_tpu` there may be more groups.
+        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, and 2y + 1 in the high
+            one. Or `values_for_tpu`.
+        scale: uint8 [X, Q, O]: exponent + 127. 0 counts as 0. With `values_for_tpu` there may be more groups.
     """
 
     values: Any
@@ -24,8 +24,8 @@ class Mxfp4(NamedTuple):
 
 
 def dequantize_mxfp4(matrix: Any) -> jax.Array:
-    """Returns matrices, exact: float32 [..., O, I], of `Mxfp4`, or of what has its fields; the axis of
-    experts may be absent.
+    """Returns matrices, exact: float32 [..., O, I]. matrix: `Mxfp4`, or an object that has its fields. The
+    axis of experts may be absent.
     """
     values = matrix.values
     if is_for_tpu(matrix):
@@ -37,13 +37,14 @@ def dequantize_mxfp4(matrix: Any) -> jax.Array:
 
 
 def is_for_tpu(matrix: Any) -> bool:
-    """Whether numbers are in the order of `values_for_tpu`."""
+    """Returns True if numbers are in the order of `values_for_tpu`."""
     return matrix.values.ndim == matrix.scale.ndim
 
 
 def values_for_tpu(values: Any) -> Any:
-    """Numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two groups
-    have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and 6 to 4.
+    """Returns numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two
+    groups have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and
+    6 to 4.
     """
     (*experts, groups, _, outputs) = values.shape
     pairs = values.reshape(*experts, groups // 2, 2, _HALF, outputs)
@@ -54,7 +55,7 @@ def values_for_tpu(values: Any) -> Any:
 
 
 def values_from_tpu(values: Any) -> Any:
-    """The numbers [..., Q, 16, O] of `values_for_tpu`."""
+    """Returns the numbers [..., Q, 16, O] of `values_for_tpu`."""
     xp = values.__array_namespace__()
     (*experts, size, outputs) = values.shape
     bits = values.reshape(*experts, -1, GROUP, outputs)
@@ -64,8 +65,8 @@ def values_from_tpu(values: Any) -> Any:
 
 
 def number(values: jax.Array, shift: int) -> jax.Array:
-    """The numbers in the low halves of bytes (shift 0) or in the high ones (4), float32. 0 and 0.5 have no
-    leading one: it is subtracted where that gives less.
+    """Returns the numbers in the low halves of bytes (shift 0) or in the high ones (4), float32. 0 and 0.5
+    have no leading one: it is subtracted if that gives less.
     """
     bits = values.astype(jnp.int32) >> shift
     with_one = lax.bitcast_convert_type(((bits & 7) << 22) + (126 << 23), jnp.float32)
@@ -74,17 +75,19 @@ def number(values: jax.Array, shift: int) -> jax.Array:
 
 
 def power(scale: jax.Array) -> jax.Array:
-    """The powers of two of scales, float32."""
+    """Returns the powers of two of scales, float32."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 
 def even_inputs_first(x_MI: jax.Array) -> jax.Array:
-    """x with the even inputs of each group before the odd ones: the order of both halves of its bytes."""
+    """Returns x with the even inputs of each group before the odd ones: the order of both halves of its
+    bytes.
+    """
     x_MQY2 = x_MI.reshape(len(x_MI), -1, _HALF, 2)
     return jnp.swapaxes(x_MQY2, 2, 3).reshape(x_MI.shape)
 
 
 def place_in_group(input_I: jax.Array) -> jax.Array:
-    """Where `even_inputs_first` puts these inputs."""
+    """Returns the places to which `even_inputs_first` moves these inputs."""
     in_group_I = lax.rem(input_I, GROUP)
     return input_I - in_group_I + lax.rem(in_group_I, 2) * _HALF + lax.div(in_group_I, 2)

@@ -21,16 +21,17 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None,
 ) -> jax.Array:  # fmt: skip
-    """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last
-    `window` of them) below length_B[b]. Heads share keys in groups of G = N/K.
+    """Computes causal attention, float32 [B, T, N, H]. Query t of row b, at position start_B[b] + t, sees the
+    keys at positions up to its own (the last `window` of them) below length_B[b]. Heads share keys in groups
+    of G = N/K.
 
-    Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. k and v are float numbers or `Levels`, or k is `SideBySide` and v None; those
-    past the length may be anything, NaN included. `KeyBias` is added to keys. Scores are multiplied by
-    `scale`, and with a soft_cap c they are c · tanh(score / c). A sink is one more score of a head, whose
-    weight counts in the softmax but has no value.
-
-    A query that sees no key gives zeros. float32 [B, T, N, H].
+    - Position p of row b is in slot p of k_PKSH[b]. With `ring` it is in slot p % S. With a block table it is
+      in slot p % S of page table_BP[b, p // S].
+    - k and v are float numbers or `Levels`, or k is `SideBySide` and v None. Numbers past the length may be
+      anything, NaN included. `KeyBias` is added to keys.
+    - Scores are multiplied by `scale`, and with a soft_cap c they are c · tanh(score / c). A sink is one more
+      score of a head, whose weight counts in the softmax but has no value.
+    - A query that sees no key gives zeros.
     """
     B, T, N, H = q_BTNH.shape
     pair = separate(k_PKSH) if isinstance(k_PKSH, SideBySide) else (k_PKSH, v_PKSH)
@@ -70,13 +71,15 @@ decode_attention = prefill_attention  # of the last token of each row, or of a f
 
 
 def argmax(x_BV) -> jax.Array:
-    """The index of each row's largest number, int32 [B]: the lowest of equal ones; the first NaN if any."""
+    """Returns the index of each row's largest number, int32 [B]: the lowest of equal ones, or the first NaN
+    if there is any.
+    """
     return jnp.argmax(x_BV, -1).astype(jnp.int32)
 
 
 def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Array]:
-    """The id of the largest of the logits x · weightᵀ, capped (int32 [B]; ties and NaN as in `argmax`), and
-    its log-probability (float32 [B]).
+    """Returns the id of the largest of the logits x · weightᵀ, capped (int32 [B]), and its log-probability
+    (float32 [B]). Ties and NaN are as in `argmax`.
     """
     logits_BV = jnp.einsum(
         "bd,vd->bv", x_BD.astype(jnp.float32), weight_VD.astype(jnp.float32), precision=lax.Precision.HIGHEST
@@ -88,24 +91,25 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Ar
 
 
 def int8_head_argmax(x_BD, weight_VD, scale_V, *, soft_cap=None) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix with a scale of each token."""
+    """Runs `lm_head_argmax` of an int8 matrix with a scale of each token."""
     return lm_head_argmax(x_BD, weight_VD.astype(jnp.float32) * scale_V[:, None], soft_cap=soft_cap)
 
 
 def summarize_logits(
     logits_BV, penalty_B, seen_BV, bias_BV=None, biased_B=None
 ) -> tuple[jax.Array, jax.Array]:
-    """What a sampler needs to know of all logits.
+    """Returns a summary of all logits for a sampler.
 
     Args:
         logits_BV: float32.
-        penalty_B: repetition penalty: positive logits of seen tokens are divided by it, others multiplied.
+        penalty_B: repetition penalty. Positive logits of seen tokens are divided by it, others are
+            multiplied.
         seen_BV: bool.
-        bias_BV: None, or what is added to the logits before.
-        biased_B: bool: the rows whose bias is not all zeros; a kernel does not read the others.
+        bias_BV: None, or numbers that are added to the logits before the penalty.
+        biased_B: bool: the rows whose bias is not all zeros. A kernel does not read the bias of other rows.
 
     Returns:
-        The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups];
+        The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups],
         and the logsumexp of the logits as they are, float32 [B].
     """
     V = logits_BV.shape[1]
@@ -120,10 +124,11 @@ def summarize_logits(
 def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
-    """Each token's weighted sum of the gated MLPs that it chose, Σ weight · down(activation(gate(x)) *
-    up(x)); experts outside 0 … X - 1 count as zeros. The matrices are arrays, `Mxfp4`, or quantized `Matrix`
-    whose arrays have a first axis X and whose groups have all inputs. biases: none, or [X, F], [X, F] and [X,
-    D]; limit: as in `gated`. float32 [M, D].
+    """Returns each token's weighted sum of the gated MLPs that it chose, float32 [M, D]: Σ weight ·
+    down(activation(gate(x)) · up(x)). Experts outside 0 … X - 1 count as zeros.
+
+    The matrices are arrays, `Mxfp4`, or quantized `Matrix` whose arrays have a first axis X and whose groups
+    have all inputs. biases: none, or [X, F], [X, F] and [X, D]. limit: see `gated`.
     """
     gate, up, down = map(_floats, (gate_XFD, up_XFD, down_XDF))
     x = x_MD.astype(jnp.float32)
@@ -138,7 +143,7 @@ def gated_experts(  # noqa: PLR0913
 
 
 def _floats(experts: Any) -> jax.Array:
-    """Matrices of experts, float32 [X, O, I]."""
+    """Returns matrices of experts, float32 [X, O, I]."""
     if isinstance(experts, Mxfp4):
         return dequantize_mxfp4(experts)
     if isinstance(experts, Matrix):
@@ -147,7 +152,9 @@ def _floats(experts: Any) -> jax.Array:
 
 
 def gated(gate, up, activation, limit: float | None = None) -> jax.Array:
-    """activation(gate) * up; with a limit c (gpt-oss): activation(min(gate, c)) * (clip(up, -c, c) + 1)."""
+    """Returns activation(gate) * up. With a limit c (gpt-oss) it is activation(min(gate, c)) * (clip(up, -c,
+    c) + 1).
+    """
     if limit is None:
         return activation(gate) * up
     return activation(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)

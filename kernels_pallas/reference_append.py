@@ -13,14 +13,15 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, norms=None,
 ) -> tuple[jax.Array, Any, Any]:  # fmt: skip
-    """Queries and keys rotated in float32 by the angles of their pairs (i, i + P), the rest of a head as it
-    is; and the caches with the keys and values of the first num_tokens_B[b] tokens from position start_B[b]
-    on, without those at or past the capacity.
+    """Returns queries and keys rotated in float32 by the angles of their pairs (i, i + P), with the rest of a
+    head as it is. Also returns the caches with the keys and values of the first num_tokens_B[b] tokens from
+    position start_B[b] on, without tokens at or past the capacity.
 
-    Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. `Levels` are quantized to nearest, between the smallest and the largest
-    number of a vector. `SideBySide` is the first cache, and the second is None. No angles (None): nothing is
-    rotated. norms: None, or `HeadNorms` before RoPE.
+    - Position p of row b is in slot p of k_PKSH[b]. With `ring` it is in slot p % S. With a block table it is
+      in slot p % S of page table_BP[b, p // S].
+    - `Levels` are quantized to nearest, between the smallest and the largest number of a vector.
+    - `SideBySide` is the first cache, and the second is None.
+    - Without angles (None) nothing is rotated. norms: None, or `HeadNorms` before RoPE.
     """
     B, T, _, H = q_BTNH.shape
     q_BTNH, k_BTKH = norm_heads(q_BTNH, k_BTKH, norms)
@@ -54,7 +55,7 @@ def rope_append(  # noqa: PLR0913
 
 
 def norm_heads(q_BTNH, k_BTKH, norms: HeadNorms | None) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys after these norms; None: as they are."""
+    """Returns queries and keys after these norms. None: as they are."""
     if norms is None:
         return q_BTNH, k_BTKH
 
@@ -69,7 +70,7 @@ def norm_heads(q_BTNH, k_BTKH, norms: HeadNorms | None) -> tuple[jax.Array, jax.
 
 
 def rotate(x_BTNH, cos_BTP, sin_BTP):
-    """Heads rotated in float32 by the angles of their pairs; no angles: as they are."""
+    """Returns heads rotated in float32 by the angles of their pairs. Without angles they stay as they are."""
     if cos_BTP is None:
         return x_BTNH
     cos, sin = (x[:, :, None] for x in (cos_BTP, sin_BTP))

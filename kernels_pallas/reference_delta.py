@@ -16,8 +16,8 @@ UNIT_EPS = 1e-6  # of the norm of queries and keys
 
 
 class NewToken(NamedTuple):
-    """What products give of one token of each row, in one dtype, numbers of all heads side by side; of
-    prompts [B, T, ...].
+    """The outputs of products for one token of each row, in one dtype, with the numbers of all heads side by
+    side. For prompts the shape is [B, T, ...].
     """
 
     q: Any  # [B, K H]
@@ -40,7 +40,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a row keeps, float32: the last W inputs of the convolution, and the map from keys to values."""
+    """The state of a row, float32: the last W inputs of the convolution, and the map from keys to values."""
 
     q: Any  # [B, K, W, H]
     k: Any
@@ -51,12 +51,12 @@ class DeltaState(NamedTuple):
 def delta_step(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps: float
 ) -> tuple[jax.Array, DeltaState]:
-    """The normed and gated results of each row's token [B, N Y], in the dtype of the token, and the state
-    after it: zeros were before position 0. A row without a token (num_tokens_B is 0) keeps its state, and its
-    result is zeros.
+    """Returns the normed and gated results of each row's token [B, N Y], in the dtype of the token, and the
+    state after it. Before position 0 the inputs were zeros. A row without a token (num_tokens_B is 0) keeps
+    its state, and its result is zeros.
 
-    The state S of a head becomes exp(g) S, then S + k (β (v − Sᵀk))ᵀ, and the result is Sᵀq; queries, keys
-    and values are silu of their convolutions, queries and keys of length 1. eps: of the norm.
+    The state S of a head becomes exp(g) S, then S + k (β (v − Sᵀk))ᵀ, and the result is Sᵀq. Queries, keys
+    and values are silu of their convolutions, with queries and keys of length 1. eps: the eps of the norm.
     """
     tokens = jax.tree.map(lambda x: x[:, None], new)
     out, state = delta_prefill(tokens, weights, old, start_B, num_tokens_B, eps=eps)
@@ -66,7 +66,7 @@ def delta_step(
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps: float
 ) -> tuple[jax.Array, DeltaState]:
-    """`delta_step` for the first num_tokens_B of T tokens of each row, from position start_B on: results
+    """Runs `delta_step` for the first num_tokens_B of T tokens of each row, from position start_B on: results
     [B, T, N Y], zeros past them, and the state after them.
     """
 
@@ -87,13 +87,15 @@ def delta_prefill(
 
 
 def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> jax.Array:
-    """The RMS norm of float32 heads [..., Y] times silu(z), rounded to the dtype of z where models round."""
+    """Returns the RMS norm of float32 heads [..., Y] times silu(z), rounded to the dtype of z at the same
+    place as in models.
+    """
     x = rounded(out, z.dtype)
     return gated(x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps), z, norm_Y)
 
 
 def gated(x: jax.Array, z: jax.Array, norm: jax.Array) -> jax.Array:
-    """The second half of `gated_norm`: of x divided by its root mean square."""
+    """Returns the second half of `gated_norm`: of x divided by its root mean square."""
     x = rounded(norm.astype(jnp.float32) * rounded(x, z.dtype), z.dtype)
     return (x * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
@@ -103,18 +105,20 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def zeros_past(x_BTX: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """Zeros past the length of each row, where numbers may be NaN."""
+    """Returns x with zeros past the length of each row, at which numbers may be NaN."""
     is_real_BT1 = (jnp.arange(x_BTX.shape[1]) < num_tokens_B[:, None])[..., None]
     return jnp.where(is_real_BT1, x_BTX, jnp.zeros_like(x_BTX))
 
 
 def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> list[jax.Array]:
-    """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
+    """Returns, float32 [B, T, N], the logarithm of the decay of each token, and beta. Both are 0 past the
+    length.
+    """
     return [zeros_past(x, num_tokens_B) for x in decay_and_beta(new.a, new.b, *weights[3:5])]
 
 
 def decay_and_beta(a, b, log_rate, bias) -> tuple[jax.Array, jax.Array]:
-    """float32: the logarithm of the decay, and beta."""
+    """Returns float32: the logarithm of the decay, and beta."""
     a, b, log_rate, bias = (x.astype(jnp.float32) for x in (a, b, log_rate, bias))
     a += bias
     softplus = jnp.maximum(a, 0) + jnp.log1p(jnp.exp(-jnp.abs(a)))
@@ -122,13 +126,15 @@ def decay_and_beta(a, b, log_rate, bias) -> tuple[jax.Array, jax.Array]:
 
 
 def before_tokens(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Array) -> list[jax.Array]:
-    """Arrays of a state, [B, ...] of four axes, before the tokens: zeros where a row begins."""
+    """Returns arrays of a state, [B, ...] of four axes, before the tokens. They are zeros at the beginning of
+    a row.
+    """
     begins_B111 = ((start_B == 0) & (num_tokens_B > 0))[:, None, None, None]
     return [jnp.where(begins_B111, 0, x) for x in old]
 
 
 def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.Array) -> list[jax.Array]:
-    """The last W inputs after the tokens, [B, heads, W, width]."""
+    """Returns the last W inputs after the tokens, [B, heads, W, width]."""
     W = before[0].shape[2]
     slot_BW1 = (num_tokens_B[:, None] - W + jnp.arange(W))[..., None]
 
@@ -145,9 +151,9 @@ def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.A
 def convolved(
     before: Sequence[jax.Array], new: Sequence[Any], weights: DeltaWeights, num_tokens_B: jax.Array
 ) -> list[jax.Array]:
-    """silu of the convolution, float32 [B, T, heads, width]: queries of length 1 over the square root of H,
-    keys of length 1, and values. Tokens past the length count as zeros.
-    before, new: the inputs of the convolution before the tokens, and theirs [B, T, ...].
+    """Returns silu of the convolution, float32 [B, T, heads, width]: queries of length 1 over the square root
+    of H, keys of length 1, and values. Tokens past the length count as zeros. before, new: the inputs of the
+    convolution before the tokens, and theirs [B, T, ...].
     """
 
     def convolve(before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array) -> jax.Array:
@@ -165,11 +171,13 @@ def convolved(
 def normed_results(
     out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
 ) -> jax.Array:
-    """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
+    """Returns the normed and gated results [B, T, N Y] in the dtype of the tokens, with zeros past the
+    length.
+    """
     normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps)
     return zeros_past(normed.reshape(new.z.shape), num_tokens_B)
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """Vectors, the last axis of x, of length 1."""
+    """Returns vectors, the last axis of x, of length 1."""
     return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

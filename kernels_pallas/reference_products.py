@@ -1,6 +1,6 @@
 """The operands of the product kernel, and its reference in plain jnp and float32.
 
-M rows, I inputs, O outputs; a packed matrix has Q groups of J inputs, each Y bytes an output.
+M rows, I inputs, O outputs. A packed matrix has Q groups of J inputs, each Y bytes an output.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class RowAdapters:
 
 
 class Matrix(NamedTuple):
-    """A matrix with I inputs and O outputs, and the bias of its product and what adapters add to it.
+    """A matrix with I inputs and O outputs, the bias of its product, and the adapters that add to it.
 
     - 16-bit floats: values [O, I].
     - int8 with a scale per output: values [O, I], scale [O].
-    - FP8: values float8_e4m3fn [O, I] without NaN, scale float32 [O] or, of blocks, [⌈O/128⌉, ⌈I/128⌉].
+    - FP8: values float8_e4m3fn [O, I] without NaN, scale float32 [O] or, for blocks, [⌈O/128⌉, ⌈I/128⌉].
     - In groups, (values - zero) * scale: values int8 [Q, J, O], or int4 as uint8 [Q, J/2, O] with input j in
-      a byte's low half and j + J/2 in its high half; scale [Q, O]; zero
-      uint8 [Q, O] or None. Q J is I or more.
+      a byte's low half and j + J/2 in its high half. The scale is [Q, O], and zero is uint8 [Q, O] or None. Q
+      J is I or more.
     """
 
     values: Any
@@ -63,10 +63,14 @@ def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None,
 ) -> list[jax.Array]:  # fmt: skip
-    """x · matrixᵀ + bias for each matrix, [M, O], after an RMS norm of x where there is a weight norm_I (to
-    which the offset is added); with an activation, of two matrices of one kind and shape, activation(first) *
-    second. The residual is added to the only result. With step_M x is int8, in steps of that size. dtype: of
-    the results.
+    """Returns x · matrixᵀ + bias for each matrix, [M, O].
+
+    - If there is a weight norm_I (to which the offset is added), x first gets an RMS norm.
+    - With an activation, two matrices of one kind and shape give activation(first) * second.
+    - The residual is added to the only result.
+    - With step_M x is int8, in steps of that size.
+
+    dtype: the dtype of the results.
     """
     x_MI = x_MI.astype(jnp.float32)
     if step_M is not None:
@@ -83,7 +87,7 @@ def product(  # noqa: PLR0913
 
 
 def matrix_floats(matrix: Matrix) -> jax.Array:
-    """The matrix, float32 [I, O]; of groups I is Q J."""
+    """Returns the matrix, float32 [I, O]. For groups I is Q J."""
     values = matrix.values
     if values.ndim == 2 and matrix.scale is not None and matrix.scale.ndim == 2:
         return (values.astype(jnp.float32) * spread_blocks(matrix.scale, *values.shape)).T
@@ -101,7 +105,7 @@ def matrix_floats(matrix: Matrix) -> jax.Array:
 
 
 def spread_blocks(scale: jax.Array, outputs: int, inputs: int) -> jax.Array:
-    """The scale of each number, [O, I], of those of blocks of FP8."""
+    """Returns the scale of each number, [O, I], from the scales of blocks of FP8."""
     rows = jnp.repeat(scale, FP8_BLOCK, -2, total_repeat_length=FP8_BLOCK * scale.shape[-2])[:outputs]
     return jnp.repeat(rows, FP8_BLOCK, -1, total_repeat_length=FP8_BLOCK * scale.shape[-1])[:, :inputs]
 

@@ -1,4 +1,4 @@
-"""Which arguments each kernel supports, and where plain jnp is faster."""
+"""Checks of the arguments that each kernel supports, and of the cases in which plain jnp is faster."""
 
 import math
 from typing import Any
@@ -24,17 +24,19 @@ _TPU_STATE_BYTES = 2**22  # of a row
 
 
 def backend_of(kernel: str, impl: str) -> str:
-    """The implementation that serves a kernel for this one: Mosaic has not every kernel."""
+    """Returns the implementation that serves a kernel for this one: Mosaic has not every kernel."""
     return "triton" if impl == "mosaic" and kernel in _TRITON_ONLY else impl
 
 
 def without_kernel_reason(kernel: str, impl: str) -> str | None:
-    """Why the operations of XLA serve a kernel under this name, or None: there is such a kernel."""
+    """Returns the reason why the operations of XLA serve a kernel under this name, or None: there is such a
+    kernel.
+    """
     return f"TPUs have no kernel {kernel}" if impl in _TPU_IMPLS and kernel not in _ON_TPU else None
 
 
 def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
-    """Why `impl` does not support these arguments, or None."""
+    """Returns the reason why `impl` does not support these arguments, or None."""
     if impl == "xla":
         return None
     if impl in _TPU_IMPLS:
@@ -74,8 +76,8 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
 
 
 def too_large(x: Any) -> str | None:
-    """Why Triton's kernels do not read an array of 8-bit numbers, or None: up to 4 GiB they compute offsets
-    in 32 bits, with a sign.
+    """Returns the reason why Triton's kernels do not read an array of 8-bit numbers, or None: up to 4 GiB
+    they compute offsets in 32 bits, with a sign.
     """
     values = x.values if isinstance(x, Levels) else x
     one_byte = values.dtype.itemsize == 1
@@ -85,7 +87,7 @@ def too_large(x: Any) -> str | None:
 
 
 def slower_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
-    """Why plain jnp is better although a kernel supports these arguments, or None."""
+    """Returns the reason why plain jnp is better although a kernel supports these arguments, or None."""
     if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > FEW_ROWS:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
     if kernel == "gated_experts" and impl == "triton" and args[0].dtype == "float32":
@@ -94,7 +96,7 @@ def slower_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
 
 
 def _unsupported_rows(kernel: str, x: Any, weight: Any = None) -> str | None:
-    """Why a TPU kernel does not multiply these rows, or None."""
+    """Returns the reason why a TPU kernel does not multiply these rows, or None."""
     rows = math.prod(x.shape[:-1])
     if kernel == "product" and rows > FEW_ROWS:
         return f"{rows} rows, more than {FEW_ROWS}"
@@ -159,8 +161,9 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
 
 
 def _stored_by_experts(*matrices: Any) -> str | None:
-    """Why XLA would copy experts before a kernel reads them, or None: it has their axis in lanes, where their
-    number fills these and no other axis does. Packed ones can have more outputs, of zeros.
+    """Returns the reason why XLA would copy experts before a kernel reads them, or None. XLA has their axis
+    in lanes if their number fills these and no other axis does. Packed matrices can have more outputs, of
+    zeros.
     """
     for matrix in matrices:
         values = getattr(matrix, "values", matrix)
@@ -173,7 +176,7 @@ def _stored_by_experts(*matrices: Any) -> str | None:
 
 
 def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:
-    """Why no kernel takes a step of linear attention, or None."""
+    """Returns the reason why no kernel takes a step of linear attention, or None."""
     if reason := _unsupported_dtypes((q,)) or _unsupported_dtypes((taps,)):
         return reason
     others = {*old.state.shape[2:]} - {*_WIDTHS}
@@ -197,7 +200,7 @@ def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
 
 
 def _unaligned_slots(kernel: str, kv: SideBySide) -> str | None:
-    """Why copies of parts of a row or a page are not possible on a TPU, or None."""
+    """Returns the reason why copies of parts of a row or a page are not possible on a TPU, or None."""
     _, heads, slots, width = kv.values.shape
     itemsize = kv.values.dtype.itemsize
     if kernel == "rope_append" and slots % (32 // itemsize):

@@ -1,10 +1,10 @@
-"""Times the working tree beside a commit: interleaved pairs of calls in two processes, so that what else the
-machine does meets both alike.
+"""Times the working tree and a commit: interleaved pairs of calls in two processes, so that other work of the
+machine affects both equally.
 
     python scripts/bench_pairs.py --base=main --config=qwen2.5-0.5b --quantize=none,int8,int4
 
-Prints for each format and call the ratio of seconds, the working tree's by the commit's: median
-and quartiles. `first` is the call `stream` in a new process that has compiled nothing, with the process's own
+Prints for each format and call the ratio of seconds, the working tree's by the commit's: median and
+quartiles. `first` is the call `stream` in a new process that has compiled nothing, with the process's own
 start. Weights are random.
 """
 

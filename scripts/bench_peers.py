@@ -105,7 +105,7 @@ def load_llama_cpp(precision: str, checkpoint: str) -> Generate:
 
 
 def reason_to_skip(engine: str, precision: str) -> str:
-    """Returns why an engine cannot be measured; "": it can."""
+    """Returns why an engine cannot be measured. "": it can."""
     if importlib.util.find_spec(ENGINES[engine]) is None:
         return f"is not installed: pip install {INSTALL[engine]}"
     if engine == "llama.cpp" and not GGUF.value:

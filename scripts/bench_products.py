@@ -4,8 +4,9 @@ turns: `xinfer_jax/backends/cpu/product_table.py` follows from its table.
     python scripts/bench_products.py --formats=int8,int4 --rows=1,2,4,8
     XINFER_JAX_CPU=none XLA_FLAGS=--xla_cpu_max_isa=AVX2 python scripts/bench_products.py
 
-Prints billions of weights a second of each form (the best of the rounds), the fastest marked "*"; then the
-form that the table has, and how fast it is by the fastest. Each call reads another copy of the matrix.
+Prints billions of weights a second of each form (the best of the rounds), with the fastest marked "*". Then
+it prints the form that the table has, and its speed relative to the fastest. Each call reads another copy of
+the matrix.
 """
 
 from launcher import start
@@ -67,7 +68,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> Any:
 
 
 def program_of(form: str, x_MI: jax.Array, weight: Any) -> Callable:
-    """The product by a form, compiled."""
+    """Returns the product by a form, compiled."""
 
     def product(x_MI: jax.Array, weight: Any) -> jax.Array:
         return float_product(x_MI, weight) if isinstance(weight, jax.Array) else weight.product(x_MI)
@@ -78,7 +79,7 @@ def program_of(form: str, x_MI: jax.Array, weight: Any) -> Callable:
 
 
 def seconds(program: Callable, x_MI: jax.Array, copies: list) -> float:
-    """Of a product with each of the copies, by the number of them."""
+    """Returns the seconds of a product, as the mean over products with each of the copies."""
     began = time.perf_counter()
     done = [program(x_MI, weight) for weight in copies]
     jax.block_until_ready(done)

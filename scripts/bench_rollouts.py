@@ -1,11 +1,11 @@
-"""Times rollouts by an engine beside `decode_loop`: interleaved pairs in one process, at temperature 1.
+"""Times rollouts by an engine and by `decode_loop`: interleaved pairs in one process, at temperature 1.
 
     python scripts/bench_rollouts.py --rows=64 --new_tokens=128
     python scripts/bench_rollouts.py --config=qwen2.5-0.5b --prompt_tokens=8 --new_tokens=9 --pairs=2
 
 Prints medians and quartiles, of whole rollouts (with prefill) and of decoding alone (after the first token of
-each row): tokens per second of both by the clock, and the ratio, the engine's by the loop's; then the same by
-processor time, which other processes change less.
+each row): tokens per second of both by the clock, and the ratio, the engine's by the loop's. Then it prints
+the same by processor time, which other processes change less.
 """
 
 from launcher import start

@@ -1,5 +1,5 @@
-r"""Checks that an engine gives a request the same bits alone and beside other requests: random requests must
-have equal tokens and log-probabilities, bit for bit. Their tokens must also equal those of `generate`.
+r"""Checks that an engine gives a request the same bits alone and next to other requests: random requests must
+have equal tokens and log-probabilities, bit for bit. Their tokens must also equal the tokens of `generate`.
 
     python scripts/check_engine.py                    # the bundled checkpoint, 300 requests
     python scripts/check_engine.py --families=qwen2,gemma3,qwen3_moe --quantize=none,int8,int4
@@ -9,7 +9,7 @@ have equal tokens and log-probabilities, bit for bit. Their tokens must also equ
 With --prefill_devices and --decode_devices the requests together go to engines on these devices, and alone to
 one engine.
 
-Arrivals are Poisson. Lengths, settings, cancels, deadlines and common prefixes are random; few pages force
+Arrivals are Poisson. Lengths, settings, cancels, deadlines and common prefixes are random. Few pages force
 preemption. A token of `generate` may differ if the logits of the two best tokens differ by less than
 --margin, because `generate` runs other programs. Exit code 1: something differs.
 """
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def models():
-    """The name of each model, and the model."""
+    """Yields the name of each model, and the model."""
     if not FAMILIES.value:
         for name in QUANTIZE.value:
             method = None if name == "none" else name

@@ -8,9 +8,9 @@ available only once, for minutes.
 
 Runs from a checkout without installation. Each section runs in its own process with a time limit: a hang, an
 abort or a broken CUDA context loses the case in which it happens, at most its section. Each result is written
-to --out immediately as a JSON line; the table is printed from that file at the end. Exit code 1: a result is
-wrong, or a section did not finish (a speed below its target is no failure); 2: no GPU or a missing package,
-reported in one line; 130: interrupted, the table is printed nevertheless.
+to --out immediately as a JSON line. The table is printed from that file at the end. Exit code 1: a result is
+wrong, or a section did not finish (a speed below its target is no failure). 2: there is no GPU or a package
+is missing, reported in one line. 130: the program was interrupted, and the table is printed nevertheless.
 """
 
 import script_paths  # noqa: F401

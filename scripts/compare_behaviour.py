@@ -2,10 +2,10 @@
 
 For every parity case it compares trees of parameters, bytes of caches, pages of engines, kernels, saved
 files, and the results or errors of calls that a model may not support. It also compares the public API, and
-the kernels of real shapes. None of these runs a model. Traces are of engines that run: what the scheduler
-did in each step, and the answers with their versions and log-probabilities (behaviour/traces.py). Programs
-are those of small models: FLOPs, bytes accessed, bytes of arguments, outputs and temporaries, and HLO
-instructions, as `cost_analysis` and `memory_analysis` give them (behaviour/programs.py).
+the kernels of real shapes. None of these runs a model. Traces are of engines that run: the actions of the
+scheduler in each step, and the answers with their versions and log-probabilities (behaviour/traces.py).
+Programs are programs of small models: FLOPs, bytes accessed, bytes of arguments, outputs and temporaries, and
+HLO instructions, as `cost_analysis` and `memory_analysis` give them (behaviour/programs.py).
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
 if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one

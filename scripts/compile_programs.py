@@ -1,16 +1,16 @@
 """Compiles the library's own programs for NVIDIA GPUs and TPUs that this machine need not have, and counts
-what they do.
+their operations and bytes.
 
-    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
+    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas, no driver is needed
     python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
     python scripts/compile_programs.py --target=a100 --program=kernels --only=prefill
     pip install 'jax[tpu]'                                # libtpu
     python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
-Of one decode step, or one call of another program, it prints bytes in device memory, launched operations,
-copies and gathers of whole weights or caches, and temporaries: per layer, beside the layers, and for the
-model. Figures per layer are differences of two depths. Bytes of Pallas kernels are those that they have to
-move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
+For one decode step, or one call of another program, it prints bytes in device memory, launched operations,
+copies and gathers of whole weights or caches, and temporaries: per layer, next to the layers, and for the
+model. Figures per layer are differences of two depths. Bytes of Pallas kernels are the bytes that they have
+to move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
 line. Exit code 2: the plug-in, ptxas or libtpu is missing.
 """
 
@@ -121,7 +121,7 @@ def compile_kernels(only: list[str]) -> list[str]:
 
 
 def chosen_depths() -> list[int] | None:
-    """--layers; None: it is not given."""
+    """Returns --layers. None: it is not given."""
     if not LAYERS.value:
         return None
     depths = [int(text) for text in LAYERS.value if text.isdigit() and int(text)]

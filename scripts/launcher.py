@@ -1,4 +1,4 @@
-"""Starts the programs of this folder. They import it first: it finds the package in a checkout where
+"""Starts the programs of this folder. They import it first: it finds the package in a checkout in which
 xinfer_jax is not installed. From then on Ctrl-C ends the program with exit code 130, even during imports.
 """
 

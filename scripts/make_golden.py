@@ -35,7 +35,7 @@ SEEDS = 100  # that are tried
 
 
 def golden(cases, name: str) -> dict[str, np.ndarray]:
-    """The arrays of one file, from the first seed whose greedy ids are unambiguous."""
+    """Returns the arrays of one file, from the first seed whose greedy ids are unambiguous."""
     case = cases.CASES[name]
     config = case.config
     prompts = cases.prompts(case)

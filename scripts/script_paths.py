@@ -1,4 +1,4 @@
-"""Puts the checkout and `scripts/` on `sys.path`; standard library only."""
+"""Puts the checkout and `scripts/` on `sys.path`. It uses the standard library only."""
 
 import sys
 from pathlib import Path

@@ -32,7 +32,7 @@ COMMAND = [sys.executable, str(Path(__file__).parent / "batch.py"), "--capacity=
 
 
 def compare_with_killed(folder: Path, file: Path, rng: random.Random) -> dict[str, Any]:
-    """Compares the output of a run without kills with that of a run that is killed and restarted."""
+    """Compares the output of a run without kills with the output of a run that is killed and restarted."""
     extra_flags = ["--in_order"] * IN_ORDER.value
     start_s = time.perf_counter()
     run(file, folder / "whole", extra_flags)
@@ -57,7 +57,7 @@ def compare_with_killed(folder: Path, file: Path, rng: random.Random) -> dict[st
 
 
 def run(file: Path, output: Path, extra_flags: list[str], seconds: float | None = None) -> bool:
-    """Runs the command, and kills it after this many seconds. Returns whether it was killed."""
+    """Runs the command, and kills it after this many seconds. Returns True if it was killed."""
     process = subprocess.Popen(
         [*COMMAND, f"--input={file}", f"--output={output}", "--seed=7", *extra_flags],
         stderr=subprocess.PIPE, text=True,

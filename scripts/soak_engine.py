@@ -7,9 +7,9 @@
 
 Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
 MiB or more after the first thousand requests, a page leaked, or a program was compiled after the engine was
-ready. With --updates: an answer was not replayed bit for bit. With --adapters each request has a LoRA
-adapter or none, and at every twentieth an adapter is replaced, or removed and added anew. With --callers
-most requests have logits processors and a vector of the caller, with arguments of their own.
+ready. With --updates: an answer was not replayed bit for bit. With --adapters each request has a LoRA adapter
+or none, and at every twentieth an adapter is replaced, or removed and added again. With --callers most
+requests have logits processors and a vector of the caller, with different arguments.
 """
 
 from launcher import start
@@ -91,10 +91,10 @@ def main(argv: list[str]) -> int:
 def run_updates(
     model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest: int
 ) -> dict[str, Any]:
-    """Samples so many tokens, with an update of each of `MODES` in flight, and replays every answer.
+    """Samples this number of tokens, with an update of each of `MODES` in flight, and replays every answer.
 
-    Returns counts: `wrong` answers are not replayed bit for bit, so that a token of them has another version
-    than they say, or other keys; `unmarked` ones have the same bits with their versions exchanged.
+    Returns counts. `wrong` answers are not replayed bit for bit, so a token of them has another version than
+    they say, or other keys. `unmarked` answers have the same bits with their versions exchanged.
     """
     trees = [jax.tree.map(lambda x, i=i: np.asarray(x) * (1 - i / 20), model.params) for i in range(4)]
     if quantize:
@@ -133,7 +133,7 @@ def run_updates(
 
 
 def draw_callers(rng: random.Random) -> dict:
-    """With --callers, options of a request: some of these, with arguments."""
+    """Draws options of a request for --callers: some of these, with arguments."""
     if not CALLERS.value:
         return {}
     named = {name: rng.uniform(0, 3) for name in ("less", "noise") if rng.random() < 1 / 2}

@@ -62,7 +62,7 @@ class Processes:
         self.running[role].append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def wait_for(self, each: int) -> None:
-        """Waits until so many processes of each role are connected."""
+        """Waits until this number of processes of each role is connected."""
         while any(sum(peer.role == role for peer in self.front.engines) < each for role in self.running):
             for processes in self.running.values():
                 for process in processes:

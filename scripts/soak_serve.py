@@ -4,17 +4,23 @@
     python scripts/soak_serve.py --attacks=all
     python scripts/soak_serve.py --attacks=flood,stop --calls=50 --attack_seconds=20
 
-Without --attacks: a server with the bundled model runs in this process. Prints a JSON line. Exit code 1: a
-status of 500 or above; rows or pages that stay occupied; or memory that grew by 20 MiB or more.
+Without --attacks: a server with the bundled model runs in this process. Prints a JSON line. The exit code is
+1 if there is a status of 500 or above, if rows or pages stay occupied, or if memory grew by 20 MiB or more.
 
 With --attacks only attacks run. Each attack has a new server process: one client attacks it while a second
-makes --calls small calls, first without the attack and then during it; then the server gets SIGTERM.
-soak/attacks.py defines the attacks, and the calls where they are other ones. Prints a JSON line for the calls
-without an attack, and for each attack. Exit code 1: a 99th percentile above three times that without an
-attack plus half a second; a status other than 200 for the second client or /health; a text that differs from
-that without an attack; memory (of the server and its worker processes, after a warm-up) that grows by 200 MiB
-or more (400 for grammars, 500 for adapters); a log of 10 MiB; or a server that needs more than five seconds
-beyond its --grace to exit. Needs Linux and two idle cores; about half an hour for all attacks.
+makes --calls small calls, first without the attack and then during it. Then the server gets SIGTERM.
+soak/attacks.py defines the attacks, and the calls if they are others. Prints a JSON line for the calls
+without an attack, and for each attack. The exit code is 1 in these cases:
+
+- A 99th percentile is above three times the one without an attack plus half a second.
+- The second client or /health gets a status other than 200.
+- A text differs from the text without an attack.
+- Memory (of the server and its worker processes, after a warm-up) grows by 200 MiB or more (400 for grammars,
+  500 for adapters).
+- A log has 10 MiB.
+- A server needs more than five seconds beyond its --grace to exit.
+
+Needs Linux and two idle cores, and about half an hour for all attacks.
 """
 
 from launcher import start

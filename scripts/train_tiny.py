@@ -49,7 +49,7 @@ Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def hf_config(tokenizer) -> dict:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     stop = tokenizer.token_to_id(tiny_data.END)
     pad = tokenizer.token_to_id(tiny_data.END_OF_TEXT)
     return dict(
@@ -66,7 +66,7 @@ def hf_config(tokenizer) -> dict:
 
 
 def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
-    """Endless stream of batches; each has conversations of similar length."""
+    """Yields an endless stream of batches. Each has conversations of similar length."""
     pending: dict[int, list] = {length: [] for length in LENGTHS}
     for ids, is_target in tiny_data.examples(tokenizer, random.Random(seed)):
         at = np.flatnonzero(is_target) - 1
@@ -86,7 +86,7 @@ def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
 
 
 def mean_loss(params: Params, config: xj.ModelConfig, tokens_BT, at_BW, counts_BW) -> jax.Array:
-    """Mean cross-entropy of the assistant's tokens; logits are computed only for those."""
+    """Returns the mean cross-entropy of the assistant's tokens. Logits are computed only for them."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT)
     logits_BWV = unembed(params, config, jnp.take_along_axis(hidden_BTD, at_BW[..., None], 1))
     target_BW = jnp.take_along_axis(tokens_BT, at_BW + 1, 1)
@@ -97,7 +97,7 @@ def mean_loss(params: Params, config: xj.ModelConfig, tokens_BT, at_BW, counts_B
 def train(
     config: xj.ModelConfig, stream: Iterator[Batch], steps: int, learning_rate: float, seed: int
 ) -> Params:
-    """Trains with AdamW, warm-up and cosine decay to 1% of the learning rate; prints the loss."""
+    """Trains with AdamW, warm-up and cosine decay to 1% of the learning rate. Prints the loss."""
     params = xj.init_params(config, jax.random.key(seed), jnp.float32)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, max(1, steps // 20), steps, learning_rate / 100
@@ -143,7 +143,9 @@ def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
 
 
 def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
-    """The questions of the evaluation: name of the group -> rendered prompts with their right answers."""
+    """Returns the questions of the evaluation: name of the group -> rendered prompts with their right
+    answers.
+    """
 
     def render(turns: list[tiny_data.Turn], system: str | None = None) -> list[tuple[str, str]]:
         prefix = [] if system is None else [{"role": "system", "content": system}]
@@ -175,8 +177,8 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
 
 
 def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
-    """For each group of `questions`: the number of greedy answers that are exactly right and end with EOS,
-    and the number of questions.
+    """Returns, for each group of `questions`, the number of greedy answers that are exactly right and end
+    with EOS, and the number of questions.
     """
     tokenizer = model.tokenizer
     results = {}

@@ -126,7 +126,7 @@ def programs(request):
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
-    """A checkpoint that answers `tiny.ANSWER`; its context is 256 tokens."""
+    """A checkpoint that answers `tiny.ANSWER`. Its context is 256 tokens."""
     hf, weights = tiny.answering_model(tiny.ANSWER)
     return tiny.write(tmp_path_factory.mktemp("good"), hf, weights=weights)
 
@@ -153,7 +153,7 @@ def command(capsys, monkeypatch):
     """
 
     def run(*args: str, stdin: str | bytes = "") -> tuple[int, str, str]:
-        """stdin: what standard input holds; bytes are decoded as UTF-8."""
+        """stdin: what standard input holds. Bytes are decoded as UTF-8."""
         file = io.StringIO(stdin) if isinstance(stdin, str) else io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
         monkeypatch.setattr(sys, "stdin", file)
         with pytest.raises(SystemExit) as caught:

@@ -16,7 +16,7 @@ _HELP = {"--help", "-help", "-h", "--h"}
 
 
 def main() -> None:
-    """`xinfer-jax COMMAND [flags]`, or `xinfer-jax [flags]` for `generate`."""
+    """Runs `xinfer-jax COMMAND [flags]`, or `xinfer-jax [flags]` for `generate`."""
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
         if arguments[0] in COMMANDS:
@@ -45,8 +45,8 @@ def run_subcommand(command: str) -> None:
 
 
 def _run(command: str, name: str, arguments: list[str], heading: str = "") -> None:
-    """Runs a command, whose module is imported after the signal handlers are installed. `name` stands in its
-    errors and in --help; `heading` is printed first.
+    """Runs a command, whose module is imported after the signal handlers are installed. name: the name in its
+    errors and in --help. heading: a text that is printed first.
     """
     module, _, signals = COMMANDS[command]
 

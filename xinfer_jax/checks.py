@@ -14,7 +14,7 @@ _TEXT = str | bytes | bytearray | memoryview
 
 
 def is_traced(value: Any) -> bool:
-    """Whether it is a tracer, or a list or mapping that contains one."""
+    """Returns True if a value is a tracer, or a list or mapping that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, jax.core.Tracer) or (
@@ -23,12 +23,14 @@ def is_traced(value: Any) -> bool:
 
 
 def array_module(*sizes: Any) -> Any:
-    """NumPy, with which nothing is compiled; `jax.numpy` where a size is symbolic, as in `jax.export`."""
+    """Returns NumPy, with which nothing is compiled, or `jax.numpy` if a size is symbolic, as in
+    `jax.export`.
+    """
     return np if all(isinstance(size, int | np.integer) for size in sizes) else jnp
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns the value as an int; raises InputError where it is not an integer in least … most. Bools and
+    """Returns the value as an int. Raises InputError if it is not an integer in least … most. Bools and
     floats are rejected.
     """
     number = _index(value)
@@ -39,8 +41,8 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def number_array(value: Any) -> Any:
-    """Returns a number, a list or an array of numbers as float64 (a jax array where it is traced); None for
-    anything else, also for bools and texts.
+    """Returns a number, a list or an array of numbers as float64, or as a jax array if it is traced. Returns
+    None for anything else, also for bools and texts.
     """
     if _holds_bool(value):
         return None
@@ -56,7 +58,7 @@ def number_array(value: Any) -> Any:
 def check_token_ids(
     name: str, ids: Any, vocab_size: int | None = None, images: Mapping[int, str] | None = None
 ) -> list[int]:
-    """Returns any collection of ids as a list of ints. Raises InputError where it is not a collection of
+    """Returns any collection of ids as a list of ints. Raises InputError if it is not a collection of
     integers, or an id is outside the vocabulary or one of `images`, as in `ModelConfig.placeholder_ids`.
     """
     if isinstance(ids, np.ndarray | jax.Array):
@@ -80,7 +82,7 @@ def check_token_ids(
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list or an array; not a text, a set or a mapping."""
+    """Returns True if a value is a list or an array. Texts, sets and mappings are not sequences."""
     if isinstance(value, _TEXT | Mapping | Set):
         return False
     return isinstance(value, Sequence) or (hasattr(value, "__array__") and np.ndim(value) > 0)
@@ -102,7 +104,7 @@ def check_array(name: str, value: Any, kind: Any, *shape: int | str) -> None:
 
 
 def check_range(name: str, values: Any, least: int, most: int) -> None:
-    """Raises InputError where an array has a number outside least … most."""
+    """Raises InputError if an array has a number outside least … most."""
     if isinstance(values, jax.core.Tracer):
         return
     values = np.asarray(values)
@@ -111,7 +113,7 @@ def check_range(name: str, values: Any, least: int, most: int) -> None:
 
 
 def _index(value: Any) -> int | None:
-    """Returns an integer as an int; None for anything else, also for bools."""
+    """Returns an integer as an int. Returns None for anything else, also for bools."""
     try:
         return None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

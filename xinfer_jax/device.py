@@ -29,9 +29,8 @@ def default_dtype(narrow: Any) -> Any:
 
 
 def chunk_of_all_rows(length_B: Any) -> int:
-    """Returns the most tokens of all rows in a prefill chunk; 0: no number of its own.
-
-    length_B: an array of the cache, or its shape.
+    """Returns the most tokens of all rows in a prefill chunk, or 0 if there is no such limit. length_B: an
+    array of the cache, or its shape.
     """
     platform = kernels_pallas.default_platform()
     if isinstance(length_B, jax.Array):
@@ -44,8 +43,8 @@ _GROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")
 
 
 def check_memory(need: int, what: str, remedy: str, have: int | None = None) -> None:
-    """Raises InputError where `what` needs more bytes than there are; remedy: the end of the error; have:
-    bytes, None: those of a device.
+    """Raises InputError if `what` needs more bytes than there are. remedy: the end of the error. have: the
+    bytes that there are. None: the bytes of a device.
     """
     if need > (have := memory_bytes() if have is None else have):
         raise InputError(f"{what} need {need:,} bytes of memory, and there are {have:,}: {remedy}")
@@ -53,13 +52,15 @@ def check_memory(need: int, what: str, remedy: str, have: int | None = None) -> 
 
 @functools.cache
 def memory_bytes() -> int:
-    """Returns the bytes of a device; on CPU those of the machine, or the limit of the process."""
+    """Returns the bytes of a device. On CPU they are the bytes of the machine, or the limit of the
+    process.
+    """
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return min(limits) if all(limits) else host_memory_bytes()
 
 
 def peak_memory_bytes() -> int:
-    """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
+    """Returns peak memory so far: of the device, or of the process if the device has no counter (CPU)."""
     device = jax.local_devices()[0].memory_stats() or {}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return device.get("peak_bytes_in_use", resident)
@@ -100,8 +101,9 @@ def aligned_empty(struct: Any) -> np.ndarray:
 
 
 def run_in_blocks(work: Callable[[slice], object], rows: int, width: int, block: int = _BLOCK) -> None:
-    """Calls `work` with slices of rows, on all cores: NumPy and file reads release the interpreter's lock. Of
-    several errors that of the first slice is raised. width, block: bytes of a row, and of a slice.
+    """Calls `work` with slices of rows, on all cores: NumPy and file reads release the interpreter's lock. If
+    several slices fail, the error of the first one is raised. width, block: the bytes of a row, and of a
+    slice.
     """
     size = max(64, block // width // 64 * 64)  # full cache lines where rows become columns
     slices = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
@@ -112,7 +114,7 @@ def run_in_blocks(work: Callable[[slice], object], rows: int, width: int, block:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """Returns the threads; they are kept, since starting them takes as long as reading a small matrix."""
+    """Returns the threads. They are kept, since starting them takes as long as reading a small matrix."""
     return ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()))
 
 

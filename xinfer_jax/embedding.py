@@ -115,8 +115,8 @@ def embed_texts(
 
 
 def embedding_size(model: Model, dimensions: int | None = None) -> int:
-    """How many numbers a vector has. dimensions: as in `embed_texts`; InputError: the model has none of this
-    size.
+    """Returns the number of values in a vector. dimensions: see `embed_texts`. Raises InputError if the model
+    has no vectors of this size.
     """
     modules = model.embedding or _WITHOUT
     width = modules.dense[-1].weight.shape[0] if modules.dense else model.config.hidden_size
@@ -143,11 +143,11 @@ class TextEncoder:
         truncation_side: str | None = None,
         escape: bool = True,
     ):
-        """prompt, truncate_prompt_tokens and escape are as in `embed_texts`.
+        """Makes an encoder. prompt, truncate_prompt_tokens and escape are described in `embed_texts`.
 
         Args:
-            max_length: most tokens of a text; None: as the model allows.
-            truncation_side: the side that loses tokens; None: the tokenizer's.
+            max_length: the most tokens of a text. None: as the model allows.
+            truncation_side: the side that loses tokens. None: the tokenizer's.
         """
         if not isinstance(prompt, str | None):
             raise InputError(f"prompt must be a text, got {format_value(prompt)}")
@@ -161,8 +161,8 @@ class TextEncoder:
         self._escape = escape
 
     def encode(self, name: str, text: Any) -> list[int]:
-        """The ids of a text with its prompt, or of a list of ids: at least one. Raises InputError with the
-        text's name.
+        """Returns the ids of a text with its prompt, or of a list of ids: at least one. Raises InputError
+        with the text's name.
         """
         model = self._model
         if isinstance(text, str):
@@ -202,7 +202,9 @@ class TextEncoder:
 
 
 def kept_tokens(truncate_prompt_tokens: int | None, limit: int) -> int | None:
-    """How many tokens of a text are kept; None: all. Raises InputError for more than the limit."""
+    """Returns the number of tokens of a text that are kept, or None if all are kept. Raises InputError for
+    more than the limit.
+    """
     if truncate_prompt_tokens is None:
         return None
     if truncate_prompt_tokens == -1:
@@ -212,7 +214,7 @@ def kept_tokens(truncate_prompt_tokens: int | None, limit: int) -> int | None:
 
 @functools.lru_cache(4)
 def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of the special tokens before each text, and after it."""
+    """Returns the ids of the special tokens before each text, and after it."""
     plain, whole = (tokenizer.encode("a", special) for special in (False, True))
     at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return whole[:at], whole[at + len(plain) :]
@@ -221,7 +223,7 @@ def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def hidden_states_of(
     model: Model, rows: list[list[int]]
 ) -> Iterator[tuple[list[int], jax.Array, np.ndarray]]:
-    """Batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
+    """Yields batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
     tree = RunnableModel(model.params, model.config)
     limit = model.config.context_length
     executor = executor_class(model.params)(DEFAULT)
@@ -231,7 +233,7 @@ def hidden_states_of(
 
 
 def check_finite(name: str, vectors_ND: np.ndarray, model: Model) -> None:
-    """Raises InputError for a row with a number that is not finite. name: of a row."""
+    """Raises InputError for a row with a number that is not finite. name: the name of a row."""
     if len(broken := np.flatnonzero(~np.isfinite(vectors_ND).all(-1))):
         reason = non_finite_reason(model.params)
         raise InputError(f"{name} {broken[0]}: its hidden states are not finite: {reason}")
@@ -251,7 +253,7 @@ def check_texts(texts: Any) -> Any:
 
 
 def _batches(widths: list[int]) -> Iterator[list[int]]:
-    """Batches as lists of indices: texts of the same padded width, as many as fit."""
+    """Yields batches as lists of indices: texts of the same padded width, as many as fit."""
     for width in sorted(set(widths)):
         same_width = [i for i, w in enumerate(widths) if w == width]
         size = max(1, _MAX_BATCH_TOKENS // width)
@@ -261,7 +263,7 @@ def _batches(widths: list[int]) -> Iterator[list[int]]:
 
 @partial(jax.jit, static_argnums=2)
 def _pool(hidden_BTD: jax.Array, num_tokens_B: jax.Array, pooling: str) -> jax.Array:
-    """float32 [B, D]: the mean over each row's tokens, or the state of its last or first one."""
+    """Returns float32 [B, D]: the mean over each row's tokens, or the state of its last or first one."""
     if pooling == "last":
         return last_hidden(hidden_BTD, num_tokens_B).astype(jnp.float32)
     if pooling == "first":

@@ -1,4 +1,6 @@
-"""Exceptions for bad input, whose texts have the value and the remedy; how errors and reprs show values."""
+"""Exceptions for bad input, whose texts have the value and the remedy. Also formats values in errors and
+reprs.
+"""
 
 import dataclasses
 import re
@@ -40,7 +42,7 @@ class NoTokenLeftError(InputError):
 
 
 def format_message(message: object) -> str:
-    """Returns at most 300 characters on one line; characters that are not printable are escaped."""
+    """Returns at most 300 characters on one line. Characters that are not printable are escaped."""
     text = str(message)
     if len(text) > 20 * _MAX_LENGTH:  # the cut part needs no escaping
         text = text[: 10 * _MAX_LENGTH] + text[-10 * _MAX_LENGTH :]
@@ -61,7 +63,7 @@ def format_value(value: object, most: int = 80) -> str:
 
 
 def format_names(names: Iterable[object], most: int = 3) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names, and the number of the others."""
     texts = [str(name) for name in names]
     rest = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")

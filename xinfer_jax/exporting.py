@@ -94,7 +94,9 @@ def _register(kind: type, encode: Any, decode: Any) -> None:
 
 
 def _encode(value: Any) -> Any:
-    """The static part of a node as JSON: a tuple becomes a list, and other values objects with one key."""
+    """Returns the static part of a node as JSON: a tuple becomes a list, and other values objects with one
+    key.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple):
@@ -113,7 +115,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(data: Any) -> Any:
-    """The value that `_encode` encoded."""
+    """Returns the value that `_encode` encoded."""
     if isinstance(data, list):
         return tuple(map(_decode, data))
     if not isinstance(data, dict):

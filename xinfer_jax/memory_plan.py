@@ -12,7 +12,7 @@ _SAMPLING_BYTES = 28  # of each row and token of the vocabulary, while a token i
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of named parts: weights, cache or pages, states, adapters, vectors, temporaries, logits, results.
-    `fraction` of them are in one memory: that of a device, or on a CPU that of all devices of this process.
+    `fraction` of them are in one memory: the memory of a device or, on a CPU, of all devices of this process.
     """
 
     parts: dict[str, int]
@@ -25,7 +25,7 @@ class MemoryPlan:
 
     def check(self, remedy: str, have: int | None = None) -> None:
         """Raises InputError, which ends with the remedy, if one memory has less, as far as that is known.
-        have: its bytes; None: those of the device.
+        have: its bytes. None: the bytes of the device.
         """
         if (check_memory := plugin("device", "memory")) is not None:
             check_memory(self.total, str(self), remedy, have)
@@ -36,15 +36,16 @@ class MemoryPlan:
 
 
 def program_parts(config: Any, chunk_tokens: int, rows: int, row_bytes: int) -> dict[str, int]:
-    """Returns bounds of what the programs of a model need beside their arguments: temporaries and logits. In
-    the forms for CPUs, a prefill chunk has the scores of a block of keys, or the activations of an MLP, the
-    hidden states of all layers, and parts of a matrix that is converted; kernels need less.
+    """Returns bounds of the memory that the programs of a model need in addition to their arguments:
+    temporaries and logits. In the forms for CPUs, a prefill chunk has the scores of a block of keys, or the
+    activations of an MLP, the hidden states of all layers, and parts of a matrix that is converted. Kernels
+    need less.
 
     Args:
         config: the `ModelConfig`.
         chunk_tokens: tokens of all rows in a prefill chunk.
-        rows: rows that are sampled together.
-        row_bytes: for each token of the vocabulary, of a row: logits, settings, tokens so far.
+        rows: the number of rows that are sampled together.
+        row_bytes: bytes for each token of the vocabulary, of a row: logits, settings, tokens so far.
     """
     heads = config.num_attention_heads
     width = config.hidden_size

@@ -21,8 +21,8 @@ _DEFAULTS = {
 
 
 def default_modes() -> AbstractContextManager[Any]:
-    """Returns a context in which arrays may be promoted and transferred in this thread whatever the caller's
-    modes are. Programs are those of a caller without modes.
+    """Returns a context in which arrays may be promoted and transferred in this thread, whatever the caller's
+    modes are. Programs are the same as for a caller without modes.
     """
     if all(getattr(jax.config, name) in values for name, values in _DEFAULTS.items()):
         return nullcontext()

@@ -39,7 +39,7 @@ def _warn(old: str, new: str, stacklevel: int) -> None:
 
 
 def moved_name(package: Any, name: str) -> Any:
-    """Returns the value of an old name of the package; AttributeError: there is none."""
+    """Returns the value of an old name of the package. AttributeError: there is none."""
     if name not in MOVED:
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
     _warn(f"xj.{name}", f"xj.{MOVED[name]}", 3)
@@ -51,8 +51,8 @@ def moved_name(package: Any, name: str) -> Any:
 
 
 def _renamed(owner: str, names: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments by their new names; owner: of the arguments. An old name comes before a new one,
-    which `dataclasses.replace` gives with the present value.
+    """Returns arguments by their new names. owner: the owner of the arguments. An old name comes before a new
+    one, which `dataclasses.replace` gives with the present value.
     """
     by_old_names = {names[old]: value for old, value in given.items() if old in names}
     for old in names.keys() & given.keys():
@@ -130,7 +130,7 @@ def add_old_names(owner: type, **names: str) -> None:
 
 
 def check_order(call: str, first: Any, path: Any) -> None:
-    """Raises InputError if the first argument is a path, as in version 0.1, or what should be one is none.
+    """Raises InputError if the first argument is a path, as in version 0.1, or if the path argument is none.
 
     Args:
         call: the call in today's order.

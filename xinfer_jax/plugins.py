@@ -31,11 +31,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     # What layers are made of, by the kinds of their specs.
     ("mixer", "attention"): ("mixers.softmax_attention", "SoftmaxAttention"),
+    ("mixer", "attention_and_mlp"): ("feed_forward.attention_and_mlp", "AttentionAndMlp"),
     ("mixer", "delta"): ("mixers.gated_delta", "GatedDelta"),
     ("mixer", "latent_attention"): ("mixers.latent_attention", "LatentAttention"),
     ("mixer", "short_conv"): ("mixers.short_conv", "ShortConv"),
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
+    ("feed_forward", "xielu_mlp"): ("feed_forward.xielu_mlp", "XieluMlp"),
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
@@ -110,8 +112,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("tool calls", "harmony"): ("tool_calls.harmony", "HARMONY"),
     ("tool calls", "glm45"): ("tool_calls.glm_call", "GLM45"),
     # Families by model_type.
+    ("family", "apertus"): ("families.apertus", "FAMILY"),
     ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),
+    ("family", "cohere2"): ("families.cohere2", "FAMILY"),
     ("family", "deepseek_v2"): ("families.deepseek", "DEEPSEEK_V2"),
     ("family", "deepseek_v3"): ("families.deepseek", "DEEPSEEK_V3"),
     ("family", "dots1"): ("families.dots1", "FAMILY"),
@@ -193,7 +197,7 @@ def register(kind: str, name: str, entry: object) -> None:
 
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """Returns the entry of that name; None if there is none, or its module or package is not there."""
+    """Returns the entry of that name, or None if there is none, or its module or package is not there."""
     if (kind, name) in _REGISTERED:
         return _REGISTERED[kind, name]
     if (kind, name) not in TABLE:

@@ -1,4 +1,4 @@
-"""How the core asks for an entry of `plugins.TABLE`, which it does not import."""
+"""Functions by which the core asks for an entry of `plugins.TABLE`, which it does not import."""
 
 from importlib import import_module
 

@@ -74,7 +74,7 @@ def rerank(
 
 
 class RerankEncoder:
-    """Encodes what asks whether a document answers a query, in two parts: a query is encoded once.
+    """Encodes the prompt that asks whether a document answers a query, in two parts: a query is encoded once.
 
     Qwen's tokenizer gives both parts together the ids of the whole text: it splits texts after a newline.
     """
@@ -83,7 +83,7 @@ class RerankEncoder:
         self, model: Model, instruction: Any = None, truncate_prompt_tokens: int | None = None,
         escape: bool = True,
     ):  # fmt: skip
-        """Arguments and errors as of `rerank`."""
+        """Makes an encoder. It takes the arguments of `rerank`, and raises its errors."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: texts cannot be reranked")
         check_causal(model.config, "rerank")
@@ -100,13 +100,13 @@ class RerankEncoder:
         self.fewest = len(self._answer_ids)  # ids of a document
 
     def encode_query(self, name: str, query: Any) -> list[int]:
-        """The ids up to the document. Raises InputError with the query's name."""
+        """Returns the ids up to the document. Raises InputError with the query's name."""
         check_text_length(name, _checked(name, query), self._tokenizer, self._limit)
         return self._encode(name, [f"{_JUDGE}<Instruct>: ", self._instruction, "\n<Query>: ", query, "\n"])
 
     def encode_document(self, name: str, document: Any, num_query_ids: int) -> list[int]:
-        """The ids of a document and of what follows it, after so many ids of its query. Raises InputError
-        with the document's name.
+        """Returns the ids of a document and of the text after it, which follow this number of ids of its
+        query. Raises InputError with the document's name.
         """
         if self._most is None:
             check_text_length(name, _checked(name, document), self._tokenizer, self._limit)
@@ -139,7 +139,7 @@ def _checked(name: str, text: Any) -> str:
 
 
 def no_yes_ids(model: Model) -> np.ndarray:
-    """The token ids of "no" and "yes". Raises InputError where one has several."""
+    """Returns the token ids of "no" and "yes". Raises InputError if one has several."""
     assert model.tokenizer is not None  # it encodes the rows
     answers = [model.tokenizer.encode(word, False) for word in ("no", "yes")]
     if any(len(ids) != 1 for ids in answers):
@@ -148,7 +148,9 @@ def no_yes_ids(model: Model) -> np.ndarray:
 
 
 def answer_scores(model: Model, rows: list[list[int]]) -> np.ndarray:
-    """float32 [rows]: the probability of "yes" against "no" after each row of ids. Raises InputError."""
+    """Returns float32 [rows]: the probability of "yes" against "no" after each row of ids. Raises
+    InputError.
+    """
     answer_ids = no_yes_ids(model)
     scores_N = np.zeros(len(rows), np.float32)
     for batch, hidden_BTD, num_tokens_B in hidden_states_of(model, rows):
@@ -162,6 +164,6 @@ def answer_scores(model: Model, rows: list[list[int]]) -> np.ndarray:
 def _answer_logits(
     params: Params, config: ModelConfig, hidden_BTD: jax.Array, num_tokens_B: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """float32 [B, A]: the logits of these tokens after each row."""
+    """Returns float32 [B, A]: the logits of these tokens after each row."""
     logits_BV = unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
     return logits_BV[:, ids].astype(jnp.float32)

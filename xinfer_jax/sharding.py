@@ -36,7 +36,7 @@ def abstract_mesh_of(tree: Any) -> Any:
 
 
 def concrete_mesh_of(tree: Any) -> Mesh | None:
-    """Returns the mesh of devices whose axis "model" divides the arrays, outside a trace; None: there is
+    """Returns the mesh of devices whose axis "model" divides the arrays, outside a trace. None: there is
     none.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)[:1]]
@@ -54,7 +54,7 @@ def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: Any, rules: Mapping[str, str | None] = RULES
 ) -> PartitionSpec:
     """Returns the `PartitionSpec` of an array with these logical axes, each divided by its mesh axis in
-    `rules`. Raises InputError where the mesh does not fit the axes or sizes; mesh None: there is no check.
+    `rules`. Raises InputError if the mesh does not fit the axes or sizes. mesh: None: there is no check.
     """
     mesh_axes = [rules[axis] if axis else None for axis in axes]
     for axis, mesh_axis, size in zip(axes, mesh_axes, shape, strict=True):
@@ -71,15 +71,15 @@ def partition_spec(
 
 
 def row_axis(mesh: Any, rows: int) -> str | None:
-    """Returns the mesh axis over which so many rows are divided; None: they are not."""
+    """Returns the mesh axis over which this number of rows is divided, or None if they are not."""
     size = mesh.shape.get(DATA, 1)
     is_manual = size > 1 and mesh.axis_types[mesh.axis_names.index(DATA)] == AxisType.Manual
     return DATA if size > 1 and rows % size == 0 and not is_manual else None
 
 
 def cache_specs(tree: Any, mesh: Any, rows: str | None = None) -> Any:
-    """Returns the PartitionSpecs of a cache or of parts of it: all are sharded by rows, on axis 0, over this
-    mesh axis; those of at least three axes also by heads, on axis 1. Block tables have two.
+    """Returns the PartitionSpecs of a cache or of parts of it. All are sharded by rows, on axis 0, over this
+    mesh axis. Arrays of at least three axes are also sharded by heads, on axis 1. Block tables have two axes.
     """
     rules = dict(RULES, rows=rows)
 
@@ -101,7 +101,7 @@ def constrain_heads(tree: Any, mesh: Mesh, has_rows: bool) -> Any:
 def check_divisible(
     axis: str, size: int, devices: int, along: str = MODEL, remedy: str = "choose a number that does"
 ) -> None:
-    """Raises InputError where a number of devices does not divide the size of a logical axis."""
+    """Raises InputError if a number of devices does not divide the size of a logical axis."""
     if size % devices:
         raise InputError(
             f"{axis} has {size}, which {devices} devices along {along!r} do not divide: {remedy}"
@@ -146,8 +146,8 @@ def cache_mesh(mesh: Any) -> tuple[Mesh, float, NamedSharding]:
 
 
 def memory_fraction(mesh: Mesh | None) -> float:
-    """Returns the fraction of arrays divided along "model" that is in one memory: that of a device, or on CPU
-    that of all devices of this process.
+    """Returns the fraction of arrays divided along "model" that is in one memory: the memory of a device or,
+    on CPU, of all devices of this process.
     """
     if mesh is None:
         return 1
@@ -157,8 +157,8 @@ def memory_fraction(mesh: Mesh | None) -> float:
 
 
 def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
-    """Returns the devices of each of `number` engines. own: those of the first; the others get as many.
-    Raises InputError where there are too few.
+    """Returns the devices of each of `number` engines. own: the devices of the first engine. The others get
+    the same number. Raises InputError if there are too few.
     """
     own = own or jax.local_devices()[:1]
     candidates = jax.local_devices(backend=own[0].platform)
@@ -177,7 +177,7 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
 def shard_map_over(
     function: Callable, mesh: Any, in_specs: Any, out_specs: Any, axes: Collection[str] = (MODEL,)
 ) -> Callable:
-    """Returns a `shard_map` of the function over these mesh axes; others stay automatic."""
+    """Returns a `shard_map` of the function over these mesh axes. Other axes stay automatic."""
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
     )

@@ -109,7 +109,7 @@ class Stopwatch:
             self._spans.append((max(now - duration_secs, self._start), now))
 
     def _covered(self) -> float:
-        """Length of the union of the spans: an inner function's trace is inside its caller's."""
+        """Returns the length of the union of the spans: an inner function's trace is inside its caller's."""
         total = 0.0
         end = 0.0
         for first, last in sorted(self._spans):
@@ -125,6 +125,6 @@ def release_free_memory() -> None:
 
 
 def peak_bytes() -> int:
-    """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
+    """Returns peak memory so far: of the device, or of the process if the device has no counter (CPU)."""
     of_device = plugin("device", "peak bytes")
     return of_device() if of_device else 0

@@ -211,7 +211,7 @@ def stream_text(
 def stream_text_from_ids(
     model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
 ) -> "TextStream":
-    """`stream_text` for a prompt that is already encoded."""
+    """Runs `stream_text` for a prompt that is already encoded."""
     tokens = _stream_tokens(model, [ids], options, key)
     return TextStream(_detokenizer(model, options, 0), tokens)
 
@@ -310,7 +310,9 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
 
 
 def _check_text_options(model: Model, options: GenerateOptions | None) -> GenerateOptions:
-    """The options, checked for the text functions, with the model's sampling settings if they have none."""
+    """Returns the options, checked for the text functions, with the model's sampling settings if they have
+    none.
+    """
     options = options_of_model(model, options)
     if options.n != 1:
         several = "from Python, generate and the tokenizer give several"
@@ -319,7 +321,7 @@ def _check_text_options(model: Model, options: GenerateOptions | None) -> Genera
 
 
 def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
-    """The stop strings of the options; InputError for invalid ones."""
+    """Returns the stop strings of the options. Raises InputError for invalid ones."""
     stops = options.stop_strings
     if not is_sequence(stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(
@@ -336,7 +338,7 @@ def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
 def _stream_tokens(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> Stream:
-    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those. A grammar without a
+    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles them. A grammar without a
     tokenizer has the model's.
     """
     grammar = with_tokenizer(options.grammar, _tokenizer(model))
@@ -351,7 +353,9 @@ def _is_conversation(prompt: Any) -> bool:
 def _generate_until_stop(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> list[str]:
-    """The answers up to their first stop strings. The batch runs until every row has one, or has ended."""
+    """Returns the answers up to their first stop strings. The batch runs until every row has one, or has
+    ended.
+    """
     tokens = _stream_tokens(model, prompts, options, key)  # checks the options
     answers = [_detokenizer(model, options, row) for row in range(len(prompts))]
     texts = [""] * len(prompts)

@@ -10,20 +10,20 @@ _TO_SETTINGS = "SamplingConfig.from_hf(config.to_dict())"
 
 
 def is_of_transformers(value: object) -> bool:
-    """Returns whether a value is a config of transformers, whose `to_dict` returns its fields."""
+    """Returns True if a value is a config of transformers, whose `to_dict` returns its fields."""
     bases = type(value).__mro__
     return hasattr(value, "to_dict") and any(base.__module__.startswith("transformers.") for base in bases)
 
 
 def not_a_config(value: object) -> InputError:
-    """The error of a value in place of a `ModelConfig`."""
+    """Returns the error of a value in place of a `ModelConfig`."""
     remedy = "ModelConfig.from_hf(config.to_dict())" if is_of_transformers(value) else "model.config"
     got = type(value).__name__
     return InputError(f"config must be a ModelConfig, as model.config is, got {got}: give {remedy}")
 
 
 def not_a_config_file(value: object) -> InputError:
-    """The error of a value in place of the object of a config.json."""
+    """Returns the error of a value in place of the object of a config.json."""
     remedy = (
         "ModelConfig.from_hf(config.to_dict())"
         if is_of_transformers(value)
@@ -33,14 +33,14 @@ def not_a_config_file(value: object) -> InputError:
 
 
 def not_a_generation_config(value: object) -> InputError:
-    """The error of a value in place of the object of a generation_config.json."""
+    """Returns the error of a value in place of the object of a generation_config.json."""
     remedy = _TO_SETTINGS if is_of_transformers(value) else "the dict that json.load returns"
     what = "SamplingConfig.from_hf takes generation_config.json's object"
     return InputError(f"{what}, got {_shown(value)}: give {remedy}")
 
 
 def not_options(value: object) -> InputError:
-    """The error of a value in place of `GenerateOptions`."""
+    """Returns the error of a value in place of `GenerateOptions`."""
     given = "max_tokens=128"
     if is_of_transformers(value):
         given = f"sampling={_TO_SETTINGS}"
@@ -50,7 +50,7 @@ def not_options(value: object) -> InputError:
 
 
 def not_sampling(value: object) -> InputError:
-    """The error of a value in place of a `SamplingConfig` or a list of them."""
+    """Returns the error of a value in place of a `SamplingConfig` or a list of them."""
     each = value if isinstance(value, Iterable) else [value]
     remedy = _TO_SETTINGS if any(map(is_of_transformers, each)) else "SamplingConfig()"
     what = "sampling must be a SamplingConfig, or a list of them"

@@ -22,19 +22,19 @@ _LOWEST = (
 
 
 def float_to_key(x: jax.Array) -> jax.Array:
-    """Int32 keys in the order of float32 numbers, with NaN above all, as in jnp.argmax."""
+    """Returns int32 keys in the order of float32 numbers, with NaN above all, as in jnp.argmax."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
     return jnp.where(x != x, _MAX_INT, jnp.where(bits < 0, bits ^ _MAX_INT, bits))
 
 
 def key_to_float(key: jax.Array) -> jax.Array:
-    """The float32 number of a key."""
+    """Returns the float32 number of a key."""
     return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _MAX_INT, key), jnp.float32)
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """The index of each row's largest number, int32 [B], as in the reference. V that is not a multiple of 8
-    costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
+    """Returns the index of each row's largest number, int32 [B], like the reference. V that is not a multiple
+    of 8 costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -68,10 +68,10 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference; logits are never written. Programs are
-    persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
+    """Returns the greedy token and its log-probability, like the reference. Logits are never written.
+    Programs are persistent and take tiles of 64 tokens in turn. Loads run ahead across tiles.
 
-    x and weight are bfloat16 or float16; every 64 rows read the matrix once. V that is not a multiple of 8,
+    x and weight are bfloat16 or float16. Every 64 rows read the matrix once. V that is not a multiple of 8,
     or D not a multiple of 64, costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BD.shape[0]
@@ -169,5 +169,5 @@ def lm_head_argmax(
 
 
 def _first_of_largest(key_BP: jax.Array, index_BP: jax.Array) -> jax.Array:
-    """[B]: the lowest of the indices whose key is the largest of a row."""
+    """Returns [B]: the lowest of the indices whose key is the largest of a row."""
     return jnp.min(jnp.where(key_BP == jnp.max(key_BP, -1, keepdims=True), index_BP, _MAX_INT), -1)

@@ -1,5 +1,5 @@
-"""Decode attention on Hopper: one or a few queries per row, the keys split over the GPU; TMA loads run ahead
-of the tensor cores.
+"""Decode attention on Hopper: one or a few queries per row, with the keys split over the GPU. TMA loads run
+ahead of the tensor cores.
 """
 
 from functools import partial
@@ -18,18 +18,18 @@ def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, splits=None, block=64, stages=None, interpret=None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023), in the dtype of q.
+    """Computes attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023), in the dtype of q.
 
     The T · G queries that share a key head (G = N/K) are the rows of a tile, or of several tiles of 64. Each
     program takes an equal share of the key blocks that a query of its row sees. The partial results are
     merged by their log-sum-exp.
 
     Args:
-        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
-            A page has 64 slots, a ring a multiple of 64.
-        splits: programs per row, key head and tile; None: enough to fill the GPU.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. The reference describes these and the
+            other arguments. A page has 64 slots, a ring a multiple of 64.
+        splits: programs per row, key head and tile. None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
-        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to
+        stages: blocks in flight per program. None: as many as let two programs share a multiprocessor, up to
             width 128.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
@@ -152,12 +152,14 @@ def decode_attention(  # noqa: PLR0913
 
 
 def _rows(first) -> jax.Array:
-    """int32 [64]: the rows of a tile, in the layout of a column of its scores."""
+    """Returns int32 [64]: the rows of a tile, in the layout of a column of its scores."""
     return plgpu.broadcasted_iota(jnp.int32, (parts.ROWS,), 0, layout=parts.WGMMA.reduce(1)) + first
 
 
 def _sink_rows(sink_ref, first, tile, group: int) -> jax.Array:
-    """float32 [64]: the sink of each row of a tile, times log2 e: row r has that of head first + r % G."""
+    """Returns, float32 [64], the sink of each row of a tile, times log2 e: row r has the sink of head first +
+    r % G.
+    """
     row = _rows(tile)
     sinks = jnp.full((parts.ROWS,), parts.LOWEST, jnp.float32)
     for g in range(group):

@@ -27,40 +27,44 @@ def compiler_params(**kwargs: Any) -> plgpu.CompilerParams:
 
 
 def swizzle(width: int, dtype: Any) -> int:
-    """The widest swizzle, in bytes, that divides a row of this many elements."""
+    """Returns the widest swizzle, in bytes, that divides a row of this many elements."""
     return next(size for size in (128, 64, 32) if width * jnp.dtype(dtype).itemsize % size == 0)
 
 
 def smem_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A shared-memory tile that TMA fills and wgmma reads."""
+    """Returns a shared-memory tile that TMA fills and wgmma reads."""
     size = swizzle(shape[-1], dtype)
     tiling = plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
 
 
 def pad_to_multiples(x: jax.Array, *multiples: int) -> jax.Array:
-    """x with its last axes zero-padded to these multiples, as TMA needs them. Copies only if it pads."""
+    """Returns x with its last axes zero-padded to these multiples, as TMA needs them. Copies only if it
+    pads.
+    """
     missing = [-size % multiple for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
 
 
 def broadcast_along(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
-    """One number per row, repeated over its columns; with axis 1 per column, over its rows."""
+    """Repeats one number per row over its columns. With axis 1 it repeats one number per column over its
+    rows.
+    """
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
 def column_index(shape: tuple[int, int]) -> jax.Array:
-    """int32: the column of each element."""
+    """Returns int32: the column of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
 
 def row_index(shape: tuple[int, int]) -> jax.Array:
-    """int32: the row of each element."""
+    """Returns int32: the row of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
 
 def init_softmax(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
+    """Returns accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
     row = WGMMA.reduce(1)
     return (
         plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA),
@@ -86,13 +90,15 @@ def attention_scores(
 
 
 def tanh_capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
-    """tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh has only 11 exact bits."""
+    """Returns tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh has only 11 exact
+    bits.
+    """
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E * scale / soft_cap)))
 
 
 def softmax_step(s, acc, largest, total):
-    """One step of online softmax: the weights of this block; and accumulator, maximum and sum of weights,
-    rescaled to the new maximum.
+    """Takes one step of online softmax. Returns the weights of this block, and the accumulator, maximum and
+    sum of weights, rescaled to the new maximum.
     """
     new = jnp.maximum(largest, s.max(axis=1))
     shrink = jnp.exp2(largest - new)
@@ -101,20 +107,20 @@ def softmax_step(s, acc, largest, total):
 
 
 def key_capacity(k_PKSH: jax.Array, table_BP: jax.Array | None, ring: bool) -> int:
-    """Positions below this number have slots, the latest of them in a ring."""
+    """Returns positions below this number have slots, the latest of them in a ring."""
     if ring:
         return 2**30
     return k_PKSH.shape[2] * (1 if table_BP is None else table_BP.shape[1])
 
 
 def lowest_key(position: jax.Array, window: int | None) -> jax.Array:
-    """The first position that the query at `position` sees."""
+    """Returns the first position that the query at `position` sees."""
     return jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0)
 
 
 def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -> list[tuple[Any, Any]]:
-    """Where the keys at positions i · block … (i + 1) · block - 1 of a row are: one pair (index of the first
-    axis, first slot) if they are contiguous, otherwise one for every 64 positions.
+    """Returns the places of the keys at positions i · block … (i + 1) · block - 1 of a row. They are one pair
+    (index of the first axis, first slot) if they are contiguous, otherwise one pair for every 64 positions.
     """
     if table_ref is None and not ring:
         return [(row, i * block)]
@@ -126,7 +132,7 @@ def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -
 
 
 def load_block(ref, places: list[tuple[Any, Any]], head, smem, loaded) -> None:
-    """Starts the TMA copies of one block of keys or values; each arrives at the barrier `loaded`."""
+    """Starts the TMA copies of one block of keys or values. Each arrives at the barrier `loaded`."""
     size = smem.shape[0] // len(places)
     for j, (index, slot) in enumerate(places):
         source = ref.at[index, head, pl.ds(slot, size)]
@@ -151,7 +157,7 @@ def zero_rows_outside(tile_ref, begin: jax.Array | None, end: jax.Array) -> None
 
 
 def add_values(acc, p, v_smem, emulate: bool):
-    """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers, so it gets a plain
+    """Returns acc + p · v. Pallas's interpreter has no wgmma with an operand in registers, so it gets a plain
     product.
     """
     if emulate:

@@ -19,14 +19,14 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, block=None, stages=None, interpret=None,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024), in the dtype of q. While one
-    warpgroup computes the softmax of its block, the other uses the tensor cores.
+    """Computes causal attention with the schedule of FlashAttention-3 (Shah et al. 2024), in the dtype of q.
+    While one warpgroup computes the softmax of its block, the other uses the tensor cores.
 
     Args:
-        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
-            A page has 64 slots, a ring a multiple of 64.
-        block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
-        stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. The reference describes these and the
+            other arguments. A page has 64 slots, a ring a multiple of 64.
+        block: keys per step, a multiple of 64. None: 128, or 64 above width 128.
+        stages: blocks of keys and values in shared memory. None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B, T, N, width = q_BTNH.shape
@@ -149,8 +149,9 @@ def prefill_attention(  # noqa: PLR0913
 
 
 def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:
-    """Ranges of blocks, and whether they need a mask: not those of which every query of the tile sees all
-    keys, between the start of the window and the diagonal. position: of the tile's first query.
+    """Returns ranges of blocks. For each range it says whether the blocks need a mask. Blocks of which every
+    query of the tile sees all keys, between the start of the window and the diagonal, need none. position:
+    the position of the tile's first query.
     """
     (begin, end) = blocks
     diagonal = lax.div(jnp.minimum(length, position + 1), jnp.int32(block))
@@ -166,8 +167,8 @@ def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[
 
 
 def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:
-    """The third warpgroup: loads the blocks of keys and values of one row and head into shared memory, each
-    into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
+    """Runs the third warpgroup: it loads the blocks of keys and values of one row and head into shared
+    memory, each into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
     """
     (k_ref, v_ref) = refs
     (k_smem, v_smem) = smem

@@ -1,4 +1,4 @@
-"""Kernels that Mosaic TPU compiles, through `pl.pallas_call`. Those of attention read keys and values
+"""Kernels that Mosaic TPU compiles, through `pl.pallas_call`. The attention kernels read keys and values
 `SideBySide`.
 """
 

@@ -1,5 +1,5 @@
-"""What low-rank adapters of rows (LoRA) add to products of few rows on TPUs: each adapter that a row has is
-copied from HBM once, while the one before is multiplied.
+"""Kernels for the terms that low-rank adapters of rows (LoRA) add to products of few rows on TPUs. Each
+adapter that a row has is copied from HBM once, while the adapter before it is multiplied.
 """
 
 from functools import partial
@@ -31,8 +31,9 @@ class _Refs(NamedTuple):
 
 
 def added_by_adapters(x_MI, adapters, norm_I, eps: float, offset: float, interpret: bool) -> list[jax.Array]:
-    """float32 [M, O]: what each of some `RowAdapters` of the same rows adds to its matrix's product of x,
-    after the norm. A row takes nothing from the adapters of others, which may be NaN.
+    """Returns, float32 [M, O], the values that each of some `RowAdapters` of the same rows adds to its
+    matrix's product of x, after the norm. A row takes nothing from the adapters of other rows, which may be
+    NaN.
     """
     norm = None if norm_I is None else norm_I.reshape(1, -1)
     # XLA stores b with its outputs in lanes, since R is small: nothing is transposed.
@@ -95,7 +96,7 @@ def _copies(refs: _Refs, adapter: Any, slot: Any) -> list[Any]:
 
 
 def _add(refs: _Refs, scales: list[float], adapter: Any, slot: Any) -> None:
-    """The results of the rows that have an adapter, when it is copied."""
+    """Adds the results of the rows that have an adapter, when it is copied."""
     M = len(refs.x)
     row_M1 = lax.broadcasted_iota(jnp.int32, (M, 1), 0)
     is_own_M1 = row_M1 < 0

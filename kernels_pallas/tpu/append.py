@@ -1,8 +1,8 @@
 """The append of keys and values to a cache on TPUs, in place.
 
 Memory is divided into tiles of 8 to 32 slots, which a copy takes whole. A tile that new tokens fill in part
-is read, changed and written back; all tiles of a program are in flight at once. Few tokens of a row have a
-kernel of their own, which does all that is between products and attention (`append_tokens`).
+is read, changed and written back. All tiles of a program are in flight at once. Few tokens of a row have a
+separate kernel, which does everything between products and attention (`append_tokens`).
 """
 
 import math
@@ -30,13 +30,12 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, kv_PKSX, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, norms=None, interpret=False,
 ) -> tuple[jax.Array, SideBySide, None]:  # fmt: skip
-    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache,
-    which XLA copies where it is used again. Of prompts XLA computes norms, RoPE and levels, before the
-    kernel.
+    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
+    copies the cache if it is used again. For prompts XLA computes norms, RoPE and levels, before the kernel.
 
-    Arguments and results as in the reference, with a cache `SideBySide`. T tokens may touch no tile of a ring
-    twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile more. interpret: emulate a
-    TPU on a CPU, slowly, and raise where accesses to memory race.
+    It takes the arguments of the reference, and returns its results, with a cache `SideBySide`. T tokens may
+    touch no tile of a ring twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile
+    more. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     assert v_PKSH is None
     S = kv_PKSX.values.shape[2]
@@ -70,8 +69,8 @@ def _append_prompts(  # noqa: PLR0913
 
 
 def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -> jax.Array:
-    """`old` with the first count_B[b] tokens of `new` from position start_B[b] on. Their slots are on axis
-    1 + `tiling.axis`: [P, K, S, X] and [B, K, T, X], or the scale and [B, K, 4, T].
+    """Returns `old` with the first count_B[b] tokens of `new` from position start_B[b] on. Their slots are on
+    axis 1 + `tiling.axis`: [P, K, S, X] and [B, K, T, X], or the scale and [B, K, 4, T].
     """
     new = _tiles_of(new.astype(old.dtype), start_B, tiling)
     shape = list(old.shape[1:])
@@ -100,8 +99,15 @@ def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -
 
 
 def _kernel(*refs: Any, tiling: Tiling) -> None:
-    """Refs: start_B, count_B and perhaps table_BP in scalar memory; new tiles; the cache twice, as input and
-    as output, which are the same memory; tiles on the chip; semaphores of reads and of writes.
+    """Runs one program.
+
+    The refs are, in this order:
+
+    - start_B, count_B and perhaps table_BP, in scalar memory,
+    - new tiles,
+    - the cache twice, as input and as output, which are the same memory,
+    - tiles on the chip,
+    - semaphores of reads and of writes.
     """
     *scalar_refs, new_ref, _, cache_ref, tile_ref, copied = refs
 
@@ -113,8 +119,8 @@ def _kernel(*refs: Any, tiling: Tiling) -> None:
 
 
 def _tiles_of(new, start_B, tiling: Tiling) -> jax.Array:
-    """New tokens as the tiles that they touch, [B · tiles, K, …]: each in its slot; other slots may hold
-    anything.
+    """Returns new tokens as the tiles that they touch, [B · tiles, K, …], each in its slot. Other slots may
+    hold anything.
     """
     axis = 1 + tiling.axis
     size = tiling.tiles * tiling.size

@@ -20,7 +20,7 @@ _ROWS = 16  # of one token each: a tile of memory in 16 bits
 
 
 class _Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     width: int  # H
     tokens: int  # T
@@ -33,17 +33,21 @@ class _Settings(NamedTuple):
 
 
 def tile_slots(dtype: Any) -> int:
-    """The slots of the smallest tile of keys and values that a copy takes."""
+    """Returns the slots of the smallest tile of keys and values that a copy takes."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 def append_tokens(  # noqa: PLR0913
     qkv, angles, norms: HeadNorms | None, kv: SideBySide, start_B, count_B, *, table_BP, ring, interpret
 ) -> tuple[jax.Array, SideBySide]:
-    """The queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each row.
+    """Returns the queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each
+    row.
 
-    qkv: queries, keys and values [B, T, N or K, H]; angles: None, or cos and sin [B, T, P]; the rest as in
-    `rope_append`. Numbers of all heads are in lanes, as products leave them.
+    Args:
+        qkv: queries, keys and values [B, T, N or K, H]. Numbers of all heads are in lanes, as products leave
+            them.
+        angles: None, or cos and sin [B, T, P].
+        norms, kv, start_B, count_B, table_BP, ring, interpret: see `rope_append`.
     """
     B, T, N, H = qkv[0].shape
     pairs = 0 if angles is None else angles[0].shape[-1]
@@ -89,7 +93,7 @@ def append_tokens(  # noqa: PLR0913
 
 
 def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
-    """The rows of a program: of one token each all, or a multiple of 16."""
+    """Returns the number of rows of a program: all rows if each has one token, otherwise a multiple of 16."""
     B, T, N, H = qkv[0].shape
     K, _, X = kv.values.shape[1:]
     of_values, of_scale = tilings
@@ -103,27 +107,28 @@ def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
 
 
 def _fill_lanes(x_BTNH, width: int) -> jax.Array:
-    """[B, T, X] with X a multiple of 128 and of the width."""
+    """Returns [B, T, X] with X a multiple of 128 and of the width."""
     x = x_BTNH.reshape(*x_BTNH.shape[:2], -1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % max(width, LANES))))
 
 
 def _in_lanes(x_BTX) -> jax.Array:
-    """The array, or [1, B, X] of one token of each row: so that rows fill tiles."""
+    """Returns the array, or [1, B, X] of one token of each row: so that rows fill tiles."""
     return x_BTX.reshape(1, len(x_BTX), -1) if x_BTX.shape[1] == 1 else x_BTX
 
 
 def _block(x, settings: _Settings) -> pl.BlockSpec:
-    """The rows of a program."""
+    """Returns the rows of a program."""
     if settings.tokens == 1:
         return pl.BlockSpec((1, settings.rows, x.shape[2]), lambda i, *_: (0, i, 0))
     return pl.BlockSpec((settings.rows, *x.shape[1:]), lambda i, *_: (i, 0, 0))
 
 
 def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
-    """On-chip memory: the new numbers of each token, tiles of the caches, and semaphores of their copies.
+    """Returns the on-chip memory: the new numbers of each token, tiles of the caches, and semaphores of their
+    copies.
 
-    Tokens are [A, R]: of one token of each row [1, rows], else [rows, T].
+    Tokens are [A, R]: if each row has one token [1, rows], otherwise [rows, T].
     """
     K, _, X = kv.values.shape[1:]
     rows = settings.rows
@@ -147,7 +152,9 @@ def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
 
 
 def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Settings) -> None:
-    """Refs: by `names`, those of scalar memory first. Caches are the same memory as input and as output."""
+    """Runs one program. refs: in the order of `names`, with refs of scalar memory first. Caches are the same
+    memory as input and as output.
+    """
     ref = dict(zip(names, refs, strict=True))
     first_row = pl.program_id(0) * settings.rows
 
@@ -200,7 +207,7 @@ def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Ti
 
 
 def _compute(ref, settings: _Settings, a: Any) -> None:
-    """Rotated queries, and the new numbers of the caches, for R tokens [a]."""
+    """Computes rotated queries, and the new numbers of the caches, for R tokens [a]."""
     H = settings.width
     factors = rotation_factors(ref["cos"][a], ref["sin"][a], H) if settings.pairs else None
     for i, x_RW in enumerate(_vectors(ref, settings, "q", a, factors)):
@@ -222,7 +229,9 @@ def _compute(ref, settings: _Settings, a: Any) -> None:
 
 
 def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | None) -> list[jax.Array]:
-    """float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the input."""
+    """Returns float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the
+    input.
+    """
     H = settings.width
     x_ref = ref[name]
     W = max(H, LANES)
@@ -239,7 +248,7 @@ def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | Non
 
 
 def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
-    """The RMS norm of each head, rounded as `HeadNorms` says."""
+    """Returns the RMS norm of each head, rounded as `HeadNorms` says."""
     H = settings.width
     W = x_RW.shape[1]
     squares_RW = x_RW * x_RW
@@ -260,7 +269,7 @@ def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
 
 
 def _side_by_side(k_RW, v_RW, half: int, width: int) -> jax.Array:
-    """The key and the value of one of two heads, in one vector."""
+    """Returns the key and the value of one of two heads, in one vector."""
     is_key = lax.broadcasted_iota(jnp.int32, k_RW.shape, 1) < width
     if half:
         k_RW = pltpu.roll(k_RW, width, 1)

@@ -36,12 +36,12 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, kv_PKSX, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
-    q.
+    """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
+    dtype of q.
 
-    Arguments as in the reference, with keys and values `SideBySide`; q is float32 or bfloat16, H 64, 128, 256
-    or 512. With a bias of keys S is a multiple of its stride. interpret: emulate a TPU on a CPU, slowly, and
-    raise where accesses to memory race.
+    It takes the arguments of the reference, with keys and values `SideBySide`. q is float32 or bfloat16, H
+    64, 128, 256 or 512. With a bias of keys S is a multiple of its stride. interpret: True: emulate a TPU on
+    a CPU, slowly, and raise if accesses to memory race.
     """
     assert v_PKSH is None
     B, T, N, H = q_BTNH.shape
@@ -124,14 +124,14 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, k
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
-    """The rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
+    """Returns the rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
     multiple = 32 // itemsize
     return multiple * pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, _PART_ROWS)), multiple)
 
 
 def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
-    """How many of these slots of a page, a row or a ring one copy takes: a part that divides them and is
-    aligned in memory, or all of them.
+    """Returns the number of slots of a page, a row or a ring that one copy takes. It is a part that divides
+    them and is aligned in memory, or all of them.
     """
     least = LANES if is_quantized else 64  # slots are in lanes of the scale
     if is_paged or slots % least:
@@ -140,13 +140,15 @@ def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
 
 
 def tile_tokens(tokens: int, group: int, heads: int) -> int:
-    """The tokens of a tile of queries, of which each has `group` rows for each key head."""
+    """Returns the tokens of a tile of queries, of which each has `group` rows for each key head."""
     most = max(min(_TILE_ROWS, _ALL_ROWS // heads) // group, 1)
     return tokens if tokens <= most else max(16, 2 ** int(math.log2(most)))
 
 
 def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
-    """The tokens of a tile of a prompt, a multiple of 16. The softmax takes those of a few heads together."""
+    """Returns the number of tokens of a tile of a prompt, a multiple of 16. The softmax takes the tokens of a
+    few heads together.
+    """
     of_head = 4 * width * itemsize + 8 * LANES * pl.cdiv(width, LANES) + 8 * LANES
     most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // (heads * of_head))))
     return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
@@ -158,7 +160,7 @@ def _pad(x: Any, axis: int, size: int) -> Any:
 
 
 def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
-    """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+    """Returns the on-chip memory that programs share, by the names that `attention_kernel` uses."""
     _, _, N, H = q_BTNH.shape
     _, K, _, X = kv.values.shape
     vectors = pltpu.VMEM((K, rows, LANES * pl.cdiv(H, LANES)), jnp.float32)

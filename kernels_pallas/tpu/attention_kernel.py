@@ -1,5 +1,6 @@
-"""The body of the TPU attention kernel: queries from the order of products, by token and then by head, to
-rows of each key head, and results back; copies of keys and values to on-chip memory; its loops.
+"""The body of the TPU attention kernel. It moves queries from the order of products, by token and then by
+head, to rows of each key head, and the results back. It copies keys and values to on-chip memory, and has the
+loops.
 """
 
 import math
@@ -29,25 +30,35 @@ class _Item(NamedTuple):
     high: Any
 
     def blocks(self, block: int) -> tuple[Any, Any]:
-        """The first block of positions, and the end: at least one, so that each item has a next one."""
+        """Returns the first block of positions, and the end. There is at least one block, so that each item
+        has a next one.
+        """
         first = lax.div(self.low, block)
         return first, jnp.maximum(pl.cdiv(self.high, block), first + 1)
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> None:
-    """Attention of one tile of queries of one row to the keys that it sees (FlashAttention-2, Dao 2023).
+    """Computes attention of one tile of queries of one row to the keys that it sees (FlashAttention-2, Dao
+    2023).
 
-    Blocks of positions pass through two buffers. While one is read, the next one is copied: of this tile, or
-    the first of the next tile or row. What no query of the tile sees is neither copied nor computed.
+    Blocks of positions pass through two buffers. While one is read, the next one is copied: the next block of
+    this tile, or the first block of the next tile or row. Keys that no query of the tile sees are neither
+    copied nor computed.
+
+    The refs, by `names`, are:
+
+    - start_B, length_B and perhaps table_BP, in scalar memory,
+    - q [1, tokens, N · H], of several rows if each has one query,
+    - offset_R1, the token of each of the R queries of a key head,
+    - perhaps sink_KR1, and near_KCH and angle of a bias of keys,
+    - kv and perhaps scale, in HBM,
+    - out, in the form of q,
+    - scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat [rows, 1, N · H], query and
+      out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and the number of blocks so far.
 
     Args:
-        refs: by `names`: start_B, length_B and perhaps table_BP in scalar memory; q [1, tokens, N · H], of
-            several rows where each has one query; offset_R1, the token of each of the R queries of a key
-            head; perhaps sink_KR1, and near_KCH and angle of a bias of keys; kv and perhaps scale, in HBM;
-            out, as q; then scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat
-            [rows, 1, N · H], query and out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and
-            the number of blocks so far.
-        names: of the refs.
+        refs: the references.
+        names: the names of the refs.
         settings: sizes.
     """
     ref = dict(zip(names, refs, strict=True))
@@ -108,7 +119,7 @@ def _item(ref, settings: Settings, row, tile) -> _Item:
 
 
 def _chunks(settings: Settings, item: _Item, block) -> tuple[Any, Any]:
-    """The range of chunks of a block that the item sees."""
+    """Returns the range of chunks of a block that the item sees."""
     chunks = settings.block // settings.chunk
     first = jnp.maximum(lax.div(item.low, settings.chunk), block * chunks)
     return first, jnp.minimum(pl.cdiv(item.high, settings.chunk), (block + 1) * chunks)
@@ -119,7 +130,7 @@ def _start_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
 
 
 def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:
-    """`do(copy)` for the copies of a block to a buffer."""
+    """Runs `do(copy)` for the copies of a block to a buffer."""
     chunks = settings.block // settings.chunk
 
     def of_chunk(chunk, _) -> None:
@@ -130,7 +141,7 @@ def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Call
 
 
 def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:
-    """The copies of one chunk of a row to its place among the chunks of a buffer."""
+    """Returns the copies of one chunk of a row to its place among the chunks of a buffer."""
     size = settings.chunk
     owner = item.row
     slot = chunk * size
@@ -156,8 +167,8 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
 
 
 def _for_each_tiles(ref, settings: Settings, function: Callable[[list[Tile]], None]) -> None:
-    """Calls a function of one or more tiles, for all of them: the compiler overlaps what one call does, the
-    products of one tile with the softmax of another, but not what steps of a loop do.
+    """Calls a function of one or more tiles, for all of them: the compiler overlaps the operations of one
+    call, the products of one tile with the softmax of another, but not the steps of a loop.
     """
     heads, rows, _ = ref["query"].shape
     parts = rows // settings.rows
@@ -222,7 +233,7 @@ def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -
 
 
 def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> Keys:
-    """The keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
+    """Returns the keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
     size = settings.step
     item = step.item
     key_1S = step.position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
@@ -245,8 +256,8 @@ def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> 
 
 
 def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
-    """Zeros in place of keys and values that no query of the tile sees, which may be NaN: the weight 0 would
-    not remove that.
+    """Writes zeros in place of keys and values that no query of the tile sees. They may be NaN, which the
+    weight 0 would not remove.
     """
 
     def clear(head) -> None:
@@ -263,14 +274,14 @@ def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
 
 
 def _heads(ref, settings: Settings) -> list[tuple[int, Any]]:
-    """The key head and the rows in `query` of each query head."""
+    """Returns the key head and the rows in `query` of each query head."""
     heads = ref["query"].shape[0]
     group = ref["q"].shape[-1] // settings.width // heads
     return [(i // group, pl.ds(i % group * settings.tokens, settings.tokens)) for i in range(heads * group)]
 
 
 def _load_queries(ref, settings: Settings, row) -> None:
-    """Puts the queries of each key head into rows, and zeros beside those that do not fill lanes."""
+    """Puts the queries of each key head into rows, with zeros next to queries that do not fill lanes."""
     H = settings.width
     flat_ref = ref["q"].at[0]
     if settings.block_rows:
@@ -291,7 +302,9 @@ def _load_queries(ref, settings: Settings, row) -> None:
 
 
 def _store_queries(ref, settings: Settings, row) -> None:
-    """The reverse of `_load_queries`, of the results: with a width below 128 the second half, p · v."""
+    """Stores the results, as the reverse of `_load_queries`. With a width below 128 it stores the second
+    half, p · v.
+    """
     H = settings.width
     in_block = lax.rem(row, settings.block_rows) if settings.block_rows else 0
     out_ref = ref["flat"].at[in_block] if settings.block_rows else ref["out"].at[0]

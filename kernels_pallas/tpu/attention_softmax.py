@@ -18,7 +18,7 @@ _LOWEST = -1e29
 
 
 class Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     scale: float
     window: int | None
@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     visible_RS: jax.Array | None  # None: all
 
     def split(self, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [S, W]; both in one vector where they are narrow."""
+        """Returns keys and values [S, W]. Both are in one vector if they are narrow."""
         kv_SX = self.kv_SX if self.scale_4S is None else self.kv_SX.astype(dtype)
         return (kv_SX, kv_SX) if width % LANES else (kv_SX[:, :width], kv_SX[:, width:])
 
@@ -83,8 +83,8 @@ def reset(ref) -> None:
 
 
 def add_keys(ref, settings: Settings, tiles: list[Tile], keys: list[Keys]) -> None:
-    """One step of the online softmax (Milakov & Gimelshein 2018) for some tiles. Nothing is stored before all
-    is read, so that no tile waits for the stores of another.
+    """Takes one step of the online softmax (Milakov & Gimelshein 2018) for some tiles. Nothing is stored
+    before all is read, so that no tile waits for the stores of another.
     """
     scores = [_scores(ref, settings, *of_tile) for of_tile in zip(tiles, keys, strict=True)]
     sums = [_added(ref, settings, *of_tile) for of_tile in zip(tiles, keys, scores, strict=True)]
@@ -105,8 +105,9 @@ def _scores(ref, settings: Settings, tile: Tile, keys: Keys) -> jax.Array:  # [R
 
 
 def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[jax.Array, ...]:
-    """The tile's `max`, `sum` and `out_sum` with these keys. Scores are in units of log 2. The largest score
-    of a row is in all lanes of `max`; the sum of its weights is the sum over the lanes of `sum`.
+    """Returns the tile's `max`, `sum` and `out_sum` with these keys. Scores are in units of log 2. The
+    largest score of a row is in all lanes of `max`. The sum of its weights is the sum over the lanes of
+    `sum`.
     """
     if settings.soft_cap is None:
         scores_RS *= settings.scale * LOG2_E
@@ -131,7 +132,7 @@ def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[
 
 
 def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> jax.Array:
-    """The scores of the bias of keys. Queries are rotated back, not keys forth."""
+    """Returns the scores of the bias of keys. Queries are rotated back, not keys forth."""
     query_RW = ref["query"][tile].astype(jnp.float32)
     near_CH = ref["near"][tile.head]
     last = ref["angle"].shape[0] - 1  # a ring may go on past the capacity
@@ -146,14 +147,14 @@ def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> j
 
 
 def _to_lanes(x_RL: jax.Array, width: int) -> jax.Array:
-    """[R, width] of numbers that are the same in all lanes of a row."""
+    """Returns [R, width] of numbers that are the same in all lanes of a row."""
     if width % LANES:
         return jnp.broadcast_to(x_RL[:, :1], (len(x_RL), width))
     return jnp.concatenate([x_RL] * (width // LANES), -1)
 
 
 def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
-    """[R, 128], whose lanes have the same sum as the row."""
+    """Returns [R, 128], whose lanes have the same sum as the row."""
     S = x_RS.shape[1]
     if S % LANES:
         is_first = lax.broadcasted_iota(jnp.int32, (len(x_RS), LANES), 1) == 0
@@ -162,14 +163,16 @@ def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
 
 
 def divide(ref, tiles: list[Tile]) -> None:
-    """Weighted sums of values become means."""
+    """Turns weighted sums of values into means."""
     for tile in tiles:
         sum_R1 = jnp.maximum(ref["sum"][tile].sum(-1, keepdims=True), 1e-30)
         ref["out_sum"][tile] = ref["out_sum"][tile] / sum_R1
 
 
 def join_scales(parts: list[jax.Array], chunk: int) -> list[jax.Array]:
-    """Step and low of keys and of values, [1, S] each, of chunks in the form of `SideBySide.scale`."""
+    """Returns step and low of keys and of values, [1, S] each, of chunks in the form of
+    `SideBySide.scale`.
+    """
     rows, lanes = parts[0].shape
     columns = [jnp.concatenate([x[:, i : i + chunk] for x in parts], -1) for i in range(0, lanes, chunk)]
     return [x[i : i + 1] for i in range(rows) for x in columns]

@@ -48,9 +48,9 @@ class _Refs(NamedTuple):
 def delta_step(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_step`, which writes the state in place; XLA copies it where it is used again.
-    The token is float32 or bfloat16. interpret: emulate a TPU on a CPU, slowly, and raise where accesses to
-    memory race.
+    """Computes `reference_delta.delta_step`, and writes the state in place. XLA copies the state if it is
+    used again. The token is float32 or bfloat16. interpret: True: emulate a TPU on a CPU, slowly, and raise
+    if accesses to memory race.
     """
     B, K, W, H = old.q.shape
     N, _, Y = old.state.shape[1:]
@@ -72,7 +72,7 @@ def delta_step(
         return pl.BlockSpec((x.shape[0], x.shape[1] // groups), lambda g, t, r, *_: (0, g))
 
     def of_row(x: Any, axis: int) -> pl.BlockSpec:
-        """The heads, on that axis, of a group."""
+        """Returns the heads, on that axis, of a group."""
         shape = [1, *x.shape[1:]]
         shape[axis] //= groups
         before, after = [0] * (axis - 1), [0] * (3 - axis)
@@ -111,14 +111,17 @@ def delta_step(
 
 
 def groups_of_heads(key_heads: int, size: int) -> int:
-    """Into how many groups of key heads, which fill tiles, a row is divided; `size`: bytes of its state."""
+    """Returns the number of groups of key heads, which fill tiles, into which a row is divided. size: bytes
+    of the state of a row.
+    """
     most = min(size // _STEP_BYTES, key_heads // _SUBLANES)
     return max((n for n in range(1, most + 1) if key_heads % (n * _SUBLANES) == 0), default=1)
 
 
 def rows_on_chip(count_B: jax.Array) -> jax.Array:
-    """int32 [B]: the row whose state the step of each row has on the chip: itself, or the last one with a
-    token before it; of the first rows the first with a token; 0 where there is none.
+    """Returns, int32 [B], the row whose state the step of each row has on the chip. It is the row itself, or
+    the last row with a token before it. The first rows have the first row with a token, or 0 if there is
+    none.
     """
     row_B = jnp.arange(len(count_B), dtype=jnp.int32)
     order_BB = jnp.where(row_B <= row_B[:, None], row_B, ~row_B)
@@ -163,7 +166,7 @@ def _prepare(refs: _Refs) -> None:
 
 
 def _step(refs: _Refs, group: Any, r: Any, begins: Any) -> None:
-    """Row r of a tile."""
+    """Returns row r of a tile."""
     q_KH, k_KH, v_NY = (_convolve(refs, i, r, begins) for i in range(3))
     shrink_1N, beta_1N = (ref[group, pl.ds(r, 1)] for ref in (refs.shrink, refs.beta))
 
@@ -181,9 +184,9 @@ def take_token(
     """Writes the states of heads after a token, [N, H, Y], and its results [N, Y].
 
     Args:
-        token: its query over the square root of H, and key, of length 1, [K, H]; values [N, Y]; exp of the
-            decay, and beta, [1, N].
-        old_state: gives the state of a head before it.
+        token: its query over the square root of H, and its key, of length 1, [K, H], its values [N, Y], and
+            exp of the decay, and beta, [1, N].
+        old_state: a function that gives the state of a head before it.
         after, results: references.
     """
     q_KH, k_KH, v_NY, shrink_1N, beta_1N = token
@@ -207,7 +210,7 @@ def take_token(
 
 
 def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:
-    """silu of the convolution, float32 [heads, width], of q, k or v; moves its inputs by one."""
+    """Returns silu of the convolution, float32 [heads, width], of q, k or v. Moves its inputs by one."""
     old_ref = refs.old[i]
     after_ref = refs.after[i]
     taps_ref = refs.taps[i]
@@ -222,7 +225,7 @@ def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:
 
 
 def _finish(refs: _Refs, eps: float) -> None:
-    """Norms and gates of all rows of a tile."""
+    """Applies norms and gates to all rows of a tile."""
     (_, heads, Y) = refs.results.shape
     for n in range(heads):
         columns = slice(n * Y, (n + 1) * Y)

@@ -1,10 +1,11 @@
-"""Prompts in linear attention (Gated DeltaNet) on TPUs, in blocks of 64 tokens: all that is between the
-product for queries, keys and values and the output product.
+"""Prompts in linear attention (Gated DeltaNet) on TPUs, in blocks of 64 tokens. The kernel does everything
+between the product for queries, keys and values and the output product.
 
-The grid walks the tokens of a row in order, for some key heads with the value heads that share them; their
+The grid walks the tokens of a row in order, for some key heads with the value heads that share them. Their
 states stay in on-chip memory meanwhile. Products of keys and queries with the states of a key head's value
-heads are one. The triangular system of a block is solved by substitution on the vector unit, beside the
-products of other heads: products that invert it would take longer than all the others.
+heads are one product. The triangular system of a block is solved by substitution on the vector unit, while
+the matrix unit computes products of other heads: products that invert it would take longer than all the
+others.
 """
 
 from functools import partial
@@ -66,8 +67,8 @@ class _Refs(NamedTuple):
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_prefill`. The tokens are float32 or bfloat16. interpret: emulate a TPU on a CPU,
-    slowly, and raise where accesses to memory race.
+    """Computes `reference_delta.delta_prefill`. The tokens are float32 or bfloat16. interpret: True: emulate
+    a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     T = new.q.shape[1]
     B, K, W, H = old.q.shape
@@ -90,7 +91,7 @@ def delta_prefill(
     )  # fmt: skip
 
     def tile(count: Any, b: Any, t: Any) -> Any:
-        """What is past the length is not copied."""
+        """Returns the index of a tile within the length, so that tiles past it are not copied."""
         return jnp.minimum(t, jnp.maximum(pl.cdiv(count[b], tokens) - 1, 0))
 
     def of_tokens(x: Any) -> pl.BlockSpec:
@@ -131,7 +132,7 @@ def delta_prefill(
 
 
 def _key_heads(key_heads: int, group: int) -> int:
-    """How many key heads a grid step has, of `group` value heads each."""
+    """Returns the number of key heads of a grid step. Each key head has `group` value heads."""
     most = max(_VALUE_HEADS, group)
     return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * group <= most)
 
@@ -162,8 +163,8 @@ def _kernel(refs: _Refs, static: tuple[int, float]) -> None:
 
 
 def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> None:
-    """Block i of a grid step, `left` of whose tokens are valid. Each stage is done for all heads, so that the
-    compiler has other work while products are on their way.
+    """Computes block i of a grid step, `left` of whose tokens are valid. Each stage is done for all heads, so
+    that the compiler has other work while products are on their way.
     """
     (n, H, Y) = refs.after.shape[1:]
     is_real_C1 = lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < left
@@ -211,7 +212,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
 
 
 def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
-    """silu of the convolution, float32 [C, heads · width], of q, k or v; notes its last inputs."""
+    """Returns silu of the convolution, float32 [C, heads · width], of q, k or v. Stores its last inputs."""
     inputs = refs.inputs[j]
     inputs[_SUBLANES:] = jnp.where(is_real_C1, refs.new[j][0, at].astype(jnp.float32), 0)
     taps = refs.taps[j][...].astype(jnp.float32)
@@ -222,8 +223,8 @@ def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
 
 
 def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
-    """The solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after the
-    other.
+    """Returns the solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after
+    the other.
     """
     inverses = _inverses(lower)
     first = [_dot(a, split(y[:_HALF]), 0) for (a, _), y in zip(inverses, right, strict=True)]
@@ -233,9 +234,9 @@ def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
-    """The inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
-    triangle, by substitution: each row that is known is taken from those after it, a register of rows after
-    the other. The squares of two triangles are side by side in lanes.
+    """Returns the inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
+    triangle, by substitution: each row that is known is taken from the rows after it, a register of rows
+    after the other. The squares of two triangles are side by side in lanes.
     """
     row, lane = (lax.broadcasted_iota(jnp.int32, (_HALF, 2 * BLOCK), axis) for axis in (0, 1))
     pairs = [
@@ -262,8 +263,8 @@ def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
 
 
 def _dot(a: Parts, b: Parts, axis: int) -> jax.Array:
-    """`parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a matrix
-    unit: of 64 or 128 numbers it would use a part of it six times.
+    """Runs `parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a
+    matrix unit: of 64 or 128 numbers it would use a part of it six times.
     """
     left = jnp.concatenate([a[i] for i, _ in PAIRS], 1)
     right = jnp.concatenate([b[i] for _, i in PAIRS], axis)

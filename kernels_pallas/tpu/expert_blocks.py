@@ -1,4 +1,4 @@
-"""What a grid step of a mixture of experts has on a TPU: parts of an expert's matrices, and their blocks."""
+"""The blocks of a grid step of a mixture of experts on a TPU: parts of an expert's matrices."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 
 
 class ExpertSettings(NamedTuple):
-    """What is the same for every grid step."""
+    """The settings that are the same for every grid step."""
 
     forms: tuple[Form, ...]  # of gate and up, and of down
     widths: tuple[int, ...]  # outputs of a part of them
@@ -28,7 +28,7 @@ class ExpertSettings(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether an expert is read at once."""
+        """Returns True if an expert is read at once."""
         return self.parts == (1, 1)
 
 
@@ -49,7 +49,7 @@ def expert_settings(dtype: Any, rows: int, matrices, activation, limit) -> Exper
 
 
 def _width(outputs: int, size: int) -> int:
-    """Outputs of a part, all or a multiple of 128: if possible a part of all."""
+    """Returns outputs of a part, all or a multiple of 128: if possible a part of all."""
     parts = pl.cdiv(size, _PART_BYTES)
     most = LANES * pl.cdiv(outputs, LANES * parts)
     if parts == 1 or most >= outputs:
@@ -58,8 +58,8 @@ def _width(outputs: int, size: int) -> int:
 
 
 def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
-    """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
-    computes nothing keeps the last.
+    """Returns the expert and the part of gate and up. The matrices of the next tile are read during this one,
+    so a tile that computes nothing keeps the last.
     """
     expert = experts[b * tiles + t]
     last = settings.parts[0] - 1
@@ -69,7 +69,9 @@ def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=No
 
 
 def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
-    """The expert and the part of down: while gate and up are computed still the last of the tile before."""
+    """Returns the expert and the part of down: while gate and up are computed still the last of the tile
+    before.
+    """
     at = b * tiles + t
     if settings.is_whole:
         return experts[at], 0
@@ -81,7 +83,7 @@ def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=No
 
 
 def _is_idle(experts, counts, b, t, tiles: int) -> Any:
-    """Whether a tile has no rows, or of few tokens the expert of the tile before."""
+    """Returns True if a tile has no rows or, in a call with few tokens, has the expert of the tile before."""
     return repeats(experts, t) if counts is None else t >= counts[b]
 
 
@@ -90,7 +92,7 @@ def repeats(experts, tile) -> Any:
 
 
 def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of one expert; axis: of its outputs."""
+    """Returns blocks of one expert. axis: the axis of its outputs."""
 
     def block_index(*at):
         expert, part = index(*at)
@@ -100,8 +102,8 @@ def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpe
 
 
 def scales_by_inputs(form: Form, width: int) -> bool:
-    """Whether scales of blocks are by inputs, then outputs, as XLA stores them where that fills tiles better.
-    A block of some outputs could not be taken from such ones.
+    """Returns True if scales of blocks lie by inputs, then outputs. XLA stores them so if that fills tiles
+    better. A block of only some outputs could not be taken from scales in this order.
     """
     outputs, inputs = form.block_counts
 
@@ -112,7 +114,7 @@ def scales_by_inputs(form: Form, width: int) -> bool:
 
 
 def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable) -> tuple[Any, Any]:
-    """Scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them; and their blocks."""
+    """Returns scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them, and their blocks."""
     shape = min(len(scale_XOQ), LANES), pl.cdiv(width, FP8_BLOCK), form.block_counts[1]
     axes = (2, 1, 0) if scales_by_inputs(form, width) else (1, 2, 0)
 
@@ -124,7 +126,9 @@ def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable)
 
 
 def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:
-    """The operands and their blocks for gate, up and down. indices: of the expert and part of a grid step."""
+    """Returns the operands and their blocks for gate, up and down. indices: functions that give the expert
+    and part of a grid step.
+    """
     arrays = []
     specs = []
     for n, (matrix, index) in enumerate(zip(matrices, indices, strict=True)):
@@ -138,7 +142,7 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
 
 
 def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
-    """Of the blocks of matrices in VMEM, of each of which there are two."""
+    """Returns the bytes of the blocks of matrices in VMEM. There are two blocks of each matrix."""
     total = 0
     arrays, specs = matrix_blocks(settings, matrices, (at_gate, at_gate, at_down))
     for array, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
@@ -148,7 +152,7 @@ def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
 
 
 def of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of an array with a row for each expert, with some others beside it that fill a tile."""
+    """Returns blocks of an array with a row for each expert, together with other rows that fill a tile."""
     size = 32 // rows_XO.dtype.itemsize
 
     def block_index(*at):

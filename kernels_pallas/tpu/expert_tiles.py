@@ -25,8 +25,8 @@ class Tiles(NamedTuple):
 
 
 def experts_of_few(expert_MU: jax.Array, X: int, is_sharded: bool) -> jax.Array:
-    """The experts that few tokens chose, int32 [T], in order; equal ones may follow each other. is_sharded:
-    some are on other devices.
+    """Returns the experts that few tokens chose, int32 [T], in order. Equal experts may follow each other.
+    is_sharded: True: some are on other devices.
     """
     expert_C = expert_MU.reshape(-1)
     if is_sharded:  # one of this device in place of those of others
@@ -39,20 +39,20 @@ def experts_of_few(expert_MU: jax.Array, X: int, is_sharded: bool) -> jax.Array:
 
 
 def block_tokens(tokens: int, width: int, numbers: int) -> int:
-    """The tokens of a block, a multiple of 128. numbers: that fit into VMEM."""
+    """Returns the tokens of a block, a multiple of 128. numbers: the count of numbers that fit into VMEM."""
     most = min(_BLOCK_BYTES // 4, numbers) // width // LANES * LANES
     most = max(LANES, min(_MOST_TOKENS, most))
     return min(most, LANES * pl.cdiv(tokens, LANES))
 
 
 def tiles_of_blocks(weight_MU: jax.Array, expert_MU: jax.Array, block: int, X: int) -> Tiles:
-    """Tiles of up to `TILE_ROWS` rows that chose an expert, for blocks of so many tokens."""
+    """Returns tiles of up to `TILE_ROWS` rows that chose an expert, for blocks of `block` tokens."""
     parts = (x.reshape(-1, block, x.shape[1]) for x in (weight_MU, expert_MU))
     return jax.vmap(partial(_tiles, X=X))(*parts)
 
 
 def _tiles(weight_MU, expert_MU, X: int) -> Tiles:
-    """Those of one block of tokens."""
+    """Returns the tiles of one block of tokens."""
     M, U = expert_MU.shape
     C = M * U
     R = TILE_ROWS

@@ -2,14 +2,17 @@
 tokens.
 
 A tile is an expert and some of the rows that chose it. The pipeline of `pallas_call` reads the expert of the
-next tile while one is computed, unless it is the same. Few tokens are all rows of each tile: memory is the
-limit, so it costs nothing that an expert multiplies those that did not choose it. Of many tokens a tile has
-up to 128 that chose the expert. They are taken from the tokens on the chip, and their results added
-to those of the tokens, by products with matrices of zeros and ones: nothing is gathered in HBM.
+next tile while one is computed, unless it is the same.
+
+- If there are few tokens, all are rows of each tile. Memory is the limit, so it costs nothing that an expert
+  also multiplies tokens that did not choose it.
+- If there are many tokens, a tile has up to 128 that chose the expert. They are taken from the tokens on the
+  chip, and their results are added to the results of the tokens, by products with matrices of zeros and ones:
+  nothing is gathered in HBM.
 
 Large experts are read in parts: outputs of gate and up, and then, when all of these are known, outputs of
-down. The last part may reach beyond a matrix. What lies there may be anything: it makes numbers that are set
-to zero, or that nobody reads.
+down. The last part may reach beyond a matrix. The memory there may hold anything: it makes numbers that are
+set to zero, or that nobody reads.
 """
 
 from functools import partial
@@ -67,12 +70,12 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None,
     interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """The sum of `reference.gated_experts`.
+    """Returns the sum of `reference.gated_experts`.
 
-    x is float32 or bfloat16, in the dtype of the matrices; with quantized ones bfloat16. MXFP4 has
-    `values_for_tpu`. A token that is not finite gives NaN, and so does one whose weights are not. The
-    activation is an elementwise function of float32 arrays that Pallas can lower. interpret: emulate a TPU on
-    a CPU, slowly, and raise where accesses to memory race.
+    x is float32 or bfloat16, in the dtype of the matrices. With quantized matrices it is bfloat16. MXFP4 has
+    `values_for_tpu`. A token that is not finite gives NaN, and so does a token whose weights are not. The
+    activation is an elementwise function of float32 arrays that Pallas can lower. interpret: True: emulate a
+    TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     matrices = [_matrix(x) for x in (gate_XFD, up_XFD, down_XDF)]
     biases = biases or (None,) * 3
@@ -113,8 +116,8 @@ def _call(  # noqa: PLR0913
     expert_T, count_A, choices, x_MD, block: int, rows: int | None = None, *, matrices, biases, activation,
     limit, interpret,
 ) -> jax.Array:  # fmt: skip
-    """Runs the kernel for blocks of tokens, tiles, and parts of experts; float32 [M, D]. choices: arrays and
-    their blocks. rows: of a tile; None: those of a block.
+    """Runs the kernel for blocks of tokens, tiles, and parts of experts. Returns float32 [M, D]. choices:
+    arrays and their blocks. rows: the rows of a tile. None: the rows of a block.
     """
     D = x_MD.shape[1]
     settings = expert_settings(x_MD.dtype, rows or block, matrices, activation, limit)
@@ -195,7 +198,7 @@ def _kernel(settings: ExpertSettings, refs: _Refs) -> None:
 
 
 def _take_rows(settings: ExpertSettings, refs: _Refs) -> None:
-    """The tokens of a tile, of many."""
+    """Takes the tokens of a tile from many tokens."""
     _, token_ref, _ = refs.choices
     is_token_RM = lax.broadcasted_iota(jnp.int32, (token_ref.shape[1], len(refs.x)), 1) == token_ref[0]
     settings.forms[0].prepare(dot(is_token_RM.astype(refs.x.dtype), refs.x[...], 0), refs.prepared[0])
@@ -239,7 +242,7 @@ def _columns(part: Any, width: int, count: int) -> Any:
 
 
 def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.Array:
-    """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
+    """Returns x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
     form = settings.forms[n // 2]
     read = None
     if form.has_blocks:
@@ -253,14 +256,14 @@ def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.
 
 
 def _read_block_scale(ref: Any, i: int, expert: Any, by_inputs: bool) -> jax.Array:
-    """float32 [Q, 1], of block i of outputs of an expert."""
+    """Returns float32 [Q, 1], of block i of outputs of an expert."""
     scale_QX = ref[:, i] if by_inputs else ref[i]
     lane = lax.broadcasted_iota(jnp.int32, scale_QX.shape, 1)
     return jnp.where(lane == lax.rem(expert, scale_QX.shape[1]), scale_QX, 0).sum(1, keepdims=True)
 
 
 def _row(ref: Any, expert: Any) -> jax.Array:
-    """float32 [1, O], of an expert."""
+    """Returns float32 [1, O], of an expert."""
     rows = ref[...].astype(jnp.float32)
     is_here = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == lax.rem(expert, len(rows))
     return jnp.where(is_here, rows, 0).sum(0, keepdims=True)

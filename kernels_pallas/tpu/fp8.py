@@ -1,7 +1,7 @@
 """Products of few rows with matrices in FP8 (E4M3), for `matrices`.
 
 Chips before TPU7x convert a type of 8 bits whose exponents are larger by 4: numbers are a 16th, and -0 is NaN
-there. A matrix unit sums up 256 inputs from v6e on, where a block with a scale has 128. So x has its rows
+there. A matrix unit sums up 256 inputs from v6e on, but a block with a scale has 128. So x has its rows
 twice: with the even blocks, and with the odd ones. That costs nothing up to 16 rows, and loses nothing.
 """
 
@@ -20,27 +20,27 @@ _STEP = 1024  # inputs of a step of the loop
 
 
 def blocks_at_once() -> int:
-    """Blocks of an output that are multiplied at once: as many inputs as a matrix unit sums up."""
+    """Returns blocks of an output that are multiplied at once: as many inputs as a matrix unit sums up."""
     return 2 if has_bfloat16_vectors() else 1
 
 
 def rows_of_blocks(x_RI: jax.Array) -> jax.Array:
-    """R rows for each of the blocks that are multiplied at once: x with zeros for the others."""
+    """Returns R rows for each of the blocks that are multiplied at once: x with zeros for the others."""
     count = blocks_at_once()
     block = lax.rem(lax.div(lax.broadcasted_iota(jnp.int32, x_RI.shape, 1), FP8_BLOCK), count)
     return jnp.concatenate([jnp.where(block == i, x_RI, 0) for i in range(count)])
 
 
 def column_of(row_1Q: jax.Array) -> jax.Array:
-    """[Q, 1] of [1, Q]."""
+    """Returns [Q, 1] of [1, Q]."""
     row, column = (lax.broadcasted_iota(jnp.int32, row_1Q.shape[1:] * 2, axis) for axis in (0, 1))
     return jnp.where(row == column, row_1Q, 0).sum(1, keepdims=True)
 
 
 def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:
-    """x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks to x),
-    to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no blocks).
-    read: of a block of outputs the scales [Q, 1].
+    """Returns x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks
+    to x), to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no
+    blocks). read: a function that reads the scales [Q, 1] of a block of outputs.
     """
     inputs = values.shape[axis]
     outputs = values.shape[1 - axis]
@@ -75,7 +75,7 @@ def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) 
 
 
 def _numbers(values: jax.Array) -> jax.Array:
-    """bfloat16 numbers, without `has_e4m3` a 16th; of NaN any."""
+    """Returns bfloat16 numbers. Without `has_e4m3` they are a 16th. The result for NaN is any number."""
     if has_e4m3():
         return values.astype(jnp.bfloat16)
     numbers = lax.bitcast_convert_type(values, jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)

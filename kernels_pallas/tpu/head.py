@@ -18,9 +18,10 @@ _NONE = 2**30  # no token
 def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight
-    are of one dtype, bfloat16 or float32, or with a scale of each token bfloat16 and int8; 64 rows read the
-    matrix once. interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+    """Returns the greedy token and its log-probability, like the reference, without logits in memory. x and
+    weight have one dtype, bfloat16 or float32. With a scale of each token they are bfloat16 and int8. 64 rows
+    read the matrix once. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory
+    race.
     """
     B = len(x_BD)
     if B > FEW_ROWS:
@@ -42,8 +43,8 @@ int8_head_argmax = lm_head_argmax
 
 
 def _kernel(step: streaming.Step) -> None:
-    """Scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
-    exponentials relative to the largest logit; the same in all lanes.
+    """Runs one grid step. The scratch has the largest logit so far, its token, the first token whose logit is
+    NaN, and the sum of exponentials relative to the largest logit. They are the same in all lanes.
     """
     number, settings, operands, results, _, scratch = step
     max_ref, id_ref, nan_ref, sum_ref = scratch
@@ -79,5 +80,5 @@ def _kernel(step: streaming.Step) -> None:
 
 
 def _first(is_candidate_RO: jax.Array, token_RO: jax.Array) -> jax.Array:
-    """Each row's first candidate, [R, 1]; `_NONE` without one."""
+    """Returns each row's first candidate, [R, 1], or `_NONE` without one."""
     return jnp.where(is_candidate_RO, token_RO, _NONE).min(-1, keepdims=True)

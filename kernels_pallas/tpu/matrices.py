@@ -36,7 +36,7 @@ _EIGHTS = -0x77777778  # 0x88888888
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is static about a matrix and the few rows that it is multiplied with."""
+    """The static properties of a matrix and of the few rows that it is multiplied with."""
 
     kind: str  # "float", "int8", "fp8", "int4" or "mxfp4"
     dtype: Any  # of x
@@ -50,7 +50,7 @@ class Form:
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: Any, rows: int) -> "Form":
-        """The form of a matrix for x of this dtype and M rows."""
+        """Returns the form of a matrix for x of this dtype and M rows."""
         values = matrix.values
         rows = 8 * pl.cdiv(rows, 8)
         if values.ndim == 3:
@@ -70,25 +70,27 @@ class Form:
 
     @property
     def has_outputs_last(self) -> bool:
-        """Whether XLA stores a matrix by inputs, since outputs fill tiles of 128 and inputs do not."""
+        """Returns True if XLA stores a matrix by inputs, since outputs fill tiles of 128 and inputs do
+        not.
+        """
         return self.has_groups or (self.inputs % LANES > 0 and self.outputs % LANES == 0)
 
     @property
     def _chunk(self) -> int:
-        """C; the last chunk may be smaller."""
+        """C, the size of a chunk. The last chunk may be smaller."""
         return self.group * math.gcd(_ROWS, max(1, _DEPTH // self.group))
 
     @property
     def block_counts(self) -> tuple[int, int]:
-        """Those of outputs and of inputs."""
+        """The numbers of blocks along outputs and along inputs."""
         return pl.cdiv(self.outputs, FP8_BLOCK), pl.cdiv(self.inputs, FP8_BLOCK)
 
     def output_scale(self, matrix: Matrix) -> jax.Array | None:
-        """The scale per output, or None."""
+        """Returns the scale per output, or None."""
         return None if self.has_groups or self.has_blocks else matrix.scale
 
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
-        """The operands of a kernel, without a scale per output."""
+        """Returns the operands of a kernel, without a scale per output."""
         if not self.has_groups:
             values = jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values
             return [values, matrix.scale] if self.has_blocks else [values]
@@ -97,7 +99,9 @@ class Form:
         return [matrix.values, scale] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
-        """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
+        """Returns, for each operand, the shape of a tile of outputs and the axis of the outputs. -1: a tile
+        has all outputs.
+        """
         if not self.has_groups:
             values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
             return [values, (self.block_counts, -1)] if self.has_blocks else [values]
@@ -106,7 +110,7 @@ class Form:
         return [(shape, len(shape) - 1)] + [((8 * pl.cdiv(Q, 8), tile), 1)] * (1 + self.has_zero)
 
     def group_memory(self, tile: int) -> list[Any]:
-        """Memory for scales and zero points of a tile, as products take them."""
+        """Returns memory for scales and zero points of a tile, as products take them."""
         if self.has_blocks:
             return [pltpu.VMEM((self.block_counts[1], LANES * pl.cdiv(tile, LANES)), jnp.float32)]
         shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
@@ -116,7 +120,7 @@ class Form:
     # --- x --------------------------------------------------------------------------------------------------
 
     def prepared(self) -> list[Any]:
-        """Memory for the results of `prepare`."""
+        """Returns memory for the results of `prepare`."""
         R = self.rows
         if self.kind in ("float", "fp8"):
             copies = fp8.blocks_at_once() if self.has_blocks else 1
@@ -154,8 +158,8 @@ class Form:
         refs[0][...] = jnp.concatenate([high_RI, low_RI]).astype(jnp.int8)
 
     def _order(self, size: int) -> jax.Array:
-        """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix of int4 has:
-        the two halves of a byte one after the other.
+        """Returns [C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix of
+        int4 has: the two halves of a byte one after the other.
         """
         Y = self.group // 2
         column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
@@ -168,13 +172,14 @@ class Form:
     def multiply(
         self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any], read: Any = None
     ) -> jax.Array:
-        """x · blockᵀ, float32 [R, its outputs], without a scale per output.
+        """Returns x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
         Args:
-            x: references to what `prepare` stored.
-            refs: to the block of each operand.
-            memory: `group_memory` for at least so many outputs.
-            read: with blocks: of the reference to scales the column [Q, 1] of a block of outputs.
+            x: references to the values that `prepare` stored.
+            refs: references to the block of each operand.
+            memory: `group_memory` for at least this number of outputs.
+            read: with blocks: a function from the reference to scales to the column [Q, 1] of a block of
+                outputs.
         """
         if self.has_groups:
             outputs = refs[0].shape[-1]
@@ -208,7 +213,9 @@ class Form:
             memory[1][: len(zero)] = offset
 
     def _multiply_groups(self, x: Sequence[Any], values: Any, of_groups: Sequence[Any]) -> jax.Array:
-        """float32 [R, O]: products in groups. of_groups: references to what `_store_groups` stored."""
+        """Returns products in groups, float32 [R, O]. of_groups: references to the values that
+        `_store_groups` stored.
+        """
         Q = self.inputs // self.group
         y_RO = jnp.zeros((self.rows, values.shape[-1]), jnp.float32)
         looped = Q // _ROWS * _ROWS if Q > _ROWS else 0
@@ -247,8 +254,8 @@ class Form:
     def _by_halves(
         self, values: jax.Array, scales: list[jax.Array], zeros: Sequence[jax.Array] = ()
     ) -> jax.Array:
-        """The bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and pairs of
-        each group's scale and zero point minus 8 [1, O].
+        """Returns the bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and
+        pairs of each group's scale and zero point minus 8 [1, O].
         """
         words = pltpu.bitcast(values, jnp.int32)
         scale = _wide(scales, self.group)
@@ -256,9 +263,9 @@ class Form:
         return (signed - (_wide(zeros, self.group) if zeros else -8.0)) * scale
 
     def _mxfp4(self, values: jax.Array, scales: list[jax.Array]) -> jax.Array:
-        """The bfloat16 matrix of some groups over `_E2M1_SCALE`: of `values_for_tpu` [16 for each, O], and of
-        each the scale [1, O] or a pair of it. In FP8 of type E5M2, which chips convert, numbers in E2M1 have
-        the same bits, and smaller exponents.
+        """Returns the bfloat16 matrix of some groups over `_E2M1_SCALE`: of `values_for_tpu` [16 for each,
+        O], and of each the scale [1, O] or a pair of it. In FP8 of type E5M2, which chips convert, numbers in
+        E2M1 have the same bits, and smaller exponents.
         """
         words = pltpu.bitcast(values, jnp.int32)
         first = words & _SIGNS_AND_SIZES
@@ -271,15 +278,14 @@ class Form:
 
 
 def _wide(pairs: Sequence[jax.Array], rows: int) -> jax.Array:
-    """Each pair of numbers [1, O] in all rows of a group, bfloat16."""
+    """Returns each pair of numbers [1, O] in all rows of a group, bfloat16."""
     wide = [jnp.broadcast_to(pair, (rows // 2, pair.shape[1])) for pair in pairs]
     return pltpu.bitcast(jnp.concatenate(wide), jnp.bfloat16)
 
 
 def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
-    """The levels of a group minus its zero points, int8 [J, O]; four in a word of 32 bits at once.
-
-    offset_1O: 128 minus the zero points, in each byte of a word; or None.
+    """Returns the levels of a group minus its zero points, int8 [J, O]. It takes four in a word of 32 bits at
+    once. offset_1O: 128 minus the zero points, in each byte of a word, or None.
     """
     words = pltpu.bitcast(values_YO, jnp.int32)
     halves = [words & _DIGITS, lax.shift_right_logical(words, 4) & _DIGITS]
@@ -289,6 +295,6 @@ def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
 
 
 def _pair(x: jax.Array) -> jax.Array:
-    """Words of two equal bfloat16 numbers of a float32 number."""
+    """Returns words of two equal bfloat16 numbers of a float32 number."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | lax.shift_right_logical(bits, 16)

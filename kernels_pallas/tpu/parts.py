@@ -23,28 +23,34 @@ _LARGEST = 65504.0
 
 
 def emulator(interpret: bool) -> Any:
-    """The `interpret` of a `pallas_call`: an emulator that raises where accesses to memory race; or none."""
+    """Returns the `interpret` of a `pallas_call`: an emulator that raises if accesses to memory race, or
+    none.
+    """
     return pltpu.InterpretParams(detect_races=True) if interpret else False
 
 
 def has_bfloat16_vectors() -> bool:
-    """Whether this process's TPUs compute with vectors of bfloat16 numbers: from v6e on."""
+    """Returns True if this process's TPUs compute with vectors of bfloat16 numbers. They do from v6e on."""
     return re.search(r"v[2-5]", device_impl().reason) is None
 
 
 def has_e4m3() -> bool:
-    """Whether this process's TPUs convert numbers in FP8 as checkpoints have them: from TPU7x on."""
+    """Returns True if this process's TPUs convert numbers in FP8 as checkpoints have them. They do from TPU7x
+    on.
+    """
     return "TPU7" in device_impl().reason
 
 
 def has_large_vmem() -> bool:
-    """Whether this process's TPUs have 128 MiB of VMEM, as v5e and v6e; v5p and TPU7x have 64."""
+    """Returns True if this process's TPUs have 128 MiB of VMEM, as v5e and v6e do. v5p and TPU7x have 64
+    MiB.
+    """
     return re.search("v5 lite|v5e|v6", device_impl().reason) is not None
 
 
 def keep_in_hbm(arrays: Any, interpret: bool) -> Any:
-    """Operands that XLA does not copy to on-chip memory before the call, as it may with small ones. The
-    emulator has no such memory.
+    """Returns operands that XLA does not copy to on-chip memory before the call, as it may with small ones.
+    The emulator has no such memory.
     """
     if interpret:
         return arrays
@@ -59,19 +65,19 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.
 
 
 def pieces(outputs: int) -> list[slice]:
-    """The outputs that are computed at once; a rest of less than 128 is in the last piece."""
+    """Returns the outputs that are computed at once. A rest of less than 128 is in the last piece."""
     size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
     starts = range(0, max(1, outputs - LANES + 1), size)
     return [slice(first, first + size if first < starts[-1] else outputs) for first in starts]
 
 
 def as_row(ref: Any) -> jax.Array:
-    """float32 [1, size] of an array of one axis."""
+    """Returns float32 [1, size] of an array of one axis."""
     return ref[...].astype(jnp.float32).reshape(1, -1)
 
 
 def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax.Array:
-    """x after the RMS norm of its rows, float32 [M, I]; x itself without a weight of the norm."""
+    """Returns x after the RMS norm of its rows, float32 [M, I], or x itself without a weight of the norm."""
     x_MI = x_ref[...].astype(jnp.float32)
     if norm_ref is None:
         return x_MI
@@ -80,8 +86,8 @@ def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax
 
 
 def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
-    """Factors for `rotate_lanes` of these angles, for heads of that width; W: the width, or 128 lanes with as
-    many heads as they hold.
+    """Returns factors for `rotate_lanes` of these angles, for heads of that width. W: the width, or 128 lanes
+    with as many heads as they hold.
     """
     zeros = jnp.zeros_like(cos_RP)
     rest = jnp.zeros((len(cos_RP), width - 2 * cos_RP.shape[1]), jnp.float32)
@@ -95,15 +101,15 @@ def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factor
 
 
 def rotate_lanes(x_RW: jax.Array, factors: Factors, pairs: int) -> jax.Array:
-    """float32 vectors with their pairs (i, i + P) rotated."""
+    """Returns float32 vectors with their pairs (i, i + P) rotated."""
     same, up, down = factors
     rotated = x_RW * same + pltpu.roll(x_RW, x_RW.shape[1] - pairs, 1) * up
     return rotated + pltpu.roll(x_RW, pairs, 1) * down
 
 
 def to_levels(vectors: list[jax.Array], width: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Levels, int32, of keys and values: float32 [R, H] each, or one [R, 2H] of both; and [R, 1] each: step
-    and low of keys, then of values.
+    """Returns levels, int32, of keys and values, and [R, 1] each: step and low of keys, then of values.
+    vectors: float32 [R, H] each, or one [R, 2H] with both.
     """
     levels: list[jax.Array] = []
     numbers: list[jax.Array] = []
@@ -125,7 +131,7 @@ def _between(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def round_to_float16(x: jax.Array) -> jax.Array:
-    """float32 x rounded to a number that float16 has: nearest, half to even."""
+    """Returns float32 x rounded to a number that float16 has: nearest, half to even."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
     rounded = lax.bitcast_convert_type(bits, jnp.float32)

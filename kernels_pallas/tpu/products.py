@@ -1,19 +1,20 @@
 """Matrix products of few rows on TPUs, several in one launch, with the RMS norm of their input, biases,
 activation and residual.
 
-- x is all on the chip, in the form that the matrices need; tiles of their outputs are streamed from HBM, each
-  once. A grid step takes a tile of every matrix that has one left, about `STEP_BYTES` in all.
+- x is all on the chip, in the form that the matrices need. Tiles of their outputs are streamed from HBM, each
+  once. A grid step takes a tile of every matrix that has one left, about `STEP_BYTES` in total.
 - int8 weights are multiplied as integers: the matrix units take twice as many of them as of bfloat16, and
-  nothing is converted. A row of x is split into two rows of int8 numbers, in steps of its largest number by
-  127, and of that by 254, so it loses less than by rounding to bfloat16. Rows cost nothing: loading 128
-  columns of weights into a matrix unit takes longer.
-- int4 becomes bfloat16: from v6e on, whose units unpack it and compute with pairs of such numbers, by a
-  scale that is rounded to bfloat16. Inputs are then in another order, into which products with zeros and ones
-  put x. Before v6e zero points are subtracted from four levels of a word at once, and scaled as float32.
-- FP8: `fp8`.
-- Nothing was measured on a TPU; the schedules that libtpu prints of compiled kernels take less time than the
-  copies for bfloat16 and int8 up to 64 rows, and for FP8 up to 16. Of int4 a v6e's takes 1.1 times the copies
-  up to 16 rows.
+  nothing is converted. A row of x is split into two rows of int8 numbers. The step of the first row is its
+  largest number divided by 127, and the step of the second row is that step divided by 254. So x loses less
+  than by rounding to bfloat16. Rows cost nothing: loading 128 columns of weights into a matrix unit takes
+  longer.
+- int4 becomes bfloat16. From v6e on, units unpack it and compute with pairs of such numbers, by a scale that
+  is rounded to bfloat16. Inputs are then in another order, into which products with zeros and ones put x.
+  Before v6e zero points are subtracted from four levels of a word at once, and scaled as float32.
+- FP8 is in `fp8`.
+- Nothing was measured on a TPU. The schedules that libtpu prints of compiled kernels take less time than the
+  copies for bfloat16 and int8 up to 64 rows, and for FP8 up to 16 rows. For int4 the schedule of a v6e takes
+  1.1 times the copies up to 16 rows.
 """
 
 from functools import partial
@@ -31,12 +32,11 @@ def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None, interpret=False,
 ) -> list[jax.Array]:  # fmt: skip
-    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
+    """Returns the products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
-    x is bfloat16, or float32 with matrices of float32, of at most 64 rows; step_M is None. Matrices are all
-    floats of x's dtype, all int8 or FP8 with scales of one kind, or all int4 in groups of a multiple of 64
-    inputs.
-    interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+    x is bfloat16, or float32 with matrices of float32, and has at most 64 rows. step_M is None. Matrices are
+    all floats of x's dtype, all int8 or FP8 with scales of one kind, or all int4 in groups of a multiple of
+    64 inputs. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
     assert step_M is None
     M = len(x_MI)

@@ -1,4 +1,6 @@
-"""What comes before a mixture's experts on TPUs, in one launch: XLA makes some ten small operations of it."""
+"""The operations before a mixture's experts on TPUs, in one launch. XLA makes some ten small operations of
+them.
+"""
 
 from functools import partial
 
@@ -11,11 +13,16 @@ from . import streaming
 
 
 def route(x_MD, matrices, norm_D=None, *, count, eps=0.0, offset=0.0, interpret=False) -> list[jax.Array]:
-    """x [M, D] after its norm, if there is one; of the largest scores of each row, which are products with
-    the first matrix, the softmax, float32 [M, count], and their outputs, int32, of equal scores the first;
-    and, if there is a second matrix [1, D], the sigmoid of the product with it, [M, D], D times the same. NaN
-    counts as infinity; of a row with fewer finite scores an output comes again, with weight 0. Arguments as
-    those of `product`; matrices of floats, the second without a bias.
+    """Returns the inputs of a mixture of experts:
+
+    - x [M, D] after its norm, if there is one.
+    - The softmax of the largest scores of each row, float32 [M, count]. Scores are products with the first
+      matrix.
+    - Their outputs, int32: the first one of equal scores.
+    - If there is a second matrix [1, D], the sigmoid of the product with it, [M, D], D times the same.
+
+    NaN counts as infinity. If a row has fewer finite scores, an output comes again, with weight 0. It takes
+    the arguments of `product`, with matrices of floats, and the second matrix without a bias.
     """
     M, D = x_MD.shape
     settings = streaming.settings_of(x_MD, matrices, eps, offset)

@@ -1,5 +1,5 @@
-"""The call of a kernel that multiplies few rows with matrices: from on-chip memory, where XLA copies small
-matrices while other operations run, or tile by tile from HBM.
+"""The call of a kernel that multiplies few rows with matrices. The matrices come from on-chip memory, to
+which XLA copies small matrices while other operations run, or tile by tile from HBM.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
 
 class Settings(NamedTuple):
-    """What is the same for every grid step."""
+    """The settings that are the same for every grid step."""
 
     forms: tuple[Form, ...]
     tiles: tuple[int, ...]  # outputs of a tile of each matrix
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """On-chip memory that steps share."""
+    """The on-chip memory that steps share."""
 
     rows: Any  # float32 [R, I]: x after its norm
     x: Any  # what `Form.prepare` makes of it
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A grid step of a kernel: references, but for its number and the settings."""
+    """A grid step of a kernel: references, except for its number and the settings."""
 
     number: Any
     settings: Settings
@@ -77,7 +77,9 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
 
 
 def _tile(settings: Settings, n: int, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
-    """What a grid step takes of matrix n or its rows: tile i along an axis, or the last if none is left."""
+    """Returns the block that a grid step takes of matrix n or its rows: tile i along an axis, or the last
+    tile if none is left.
+    """
     last = settings.counts[n] - 1
     return pl.BlockSpec(
         shape, lambda i: tuple(jnp.minimum(i, last) if at == axis else 0 for at in range(len(shape)))
@@ -143,7 +145,9 @@ def call(  # noqa: PLR0913
 
 
 def _cost(rows: int, matrices: Any) -> pl.CostEstimate:
-    """What XLA takes into account when it schedules copies of other operands beside the kernel."""
+    """Returns the cost that XLA takes into account when it schedules copies of other operands next to the
+    kernel.
+    """
     arrays = jax.tree.leaves(matrices)
     return pl.CostEstimate(
         flops=2 * rows * sum(array.size for array in arrays),
@@ -166,7 +170,7 @@ def prepare(step: Step) -> None:
 
 
 def multiply_tile(step: Step, n: int) -> jax.Array:
-    """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
+    """Returns x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
     number, settings, operands, _, memory, _ = step
     tile = settings.tiles[n]
     first = 0 if settings.counts[n] == 1 else pl.multiple_of(number * tile, LANES)

@@ -13,7 +13,9 @@ from ..key_layouts import LANES, SideBySide
 
 
 class Tiling(NamedTuple):
-    """How the tokens of all rows are in tiles of one array of the cache; the same for every program."""
+    """The layout of the tokens of all rows in tiles of one array of the cache. It is the same for every
+    program.
+    """
 
     size: int  # slots of a tile
     tiles: int  # that the tokens of a row may touch
@@ -25,7 +27,7 @@ class Tiling(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a tile has all slots of a row or a page."""
+        """Returns True if a tile has all slots of a row or a page."""
         return self.size == self.slots
 
 
@@ -42,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a program does to one array of the cache."""
+    """The change that a program makes to one array of the cache."""
 
     cache: Any  # a reference to it
     tiles: Any  # on-chip memory for the tiles of this program
@@ -53,21 +55,23 @@ class Update(NamedTuple):
 
 
 def scale_tile(slots: int) -> int:
-    """The slots of a tile of the scale, in a row or a page of `slots` slots."""
+    """Returns the slots of a tile of the scale, in a row or a page of `slots` slots."""
     return slots if slots % LANES else LANES
 
 
 def make_tiling(
     size: int, tokens: int, rows: int, kv: SideBySide, table_BP: Any, ring: bool, axis: int
 ) -> Tiling:
-    """The tiling of an array for so many tokens of each row."""
+    """Returns the tiling of an array for this number of tokens of each row."""
     tiles = pl.cdiv(tokens - 1, size) + 1
     pages = 0 if table_BP is None else table_BP.shape[1]
     return Tiling(size, tiles, rows * tiles, kv.values.shape[2], pages, ring, axis)
 
 
 def find_tile(scalar_refs: Sequence[Any], cache_ref: Any, tiling: Tiling, number: Any) -> Tile:
-    """Tile `number` of those of all rows. scalar_refs: start_B, count_B and perhaps table_BP."""
+    """Returns tile `number` among the tiles of all rows. scalar_refs: start_B, count_B and perhaps
+    table_BP.
+    """
     start_ref, count_ref, *table_refs = scalar_refs
     row = lax.div(jnp.minimum(number, tiling.items - 1), tiling.tiles)
     low = start_ref[row]
@@ -89,12 +93,12 @@ def find_tile(scalar_refs: Sequence[Any], cache_ref: Any, tiling: Tiling, number
 
 
 def update_tiles(scalar_refs: Any, updates: Sequence[Update], compute: Any = None) -> None:
-    """Reads tiles, changes and writes them; those of several arrays at once.
+    """Reads tiles, changes and writes them. Tiles of several arrays are handled at once.
 
     Args:
-        scalar_refs: as in `find_tile`.
-        updates: of each array.
-        compute: None, or what is called while tiles are read.
+        scalar_refs: see `find_tile`.
+        updates: the update of each array.
+        compute: None, or a function that is called while tiles are read.
     """
     for update in updates:
         _each_tile(scalar_refs, update, _start_read)
@@ -138,15 +142,15 @@ def _wait_write(update: Update, i: Any, tile: Tile) -> None:
 
 
 def select_type(dtype: Any) -> Any:
-    """A type of 32 bits for the numbers of a tile: no TPU selects between numbers of 8 bits, and not all
-    between those of 16.
+    """Returns a type of 32 bits for the numbers of a tile: no TPU selects between numbers of 8 bits, and not
+    all TPUs select between numbers of 16 bits.
     """
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def insert(tile_ref: Any, new: jax.Array, tile: Tile, tiling: Tiling, axis: int) -> None:
-    """Writes the new numbers of a tile, as far as the row writes there, over the old ones. axis: of slots,
-    which the scale may have twice in a row.
+    """Writes the new numbers of a tile, as far as the row writes there, over the old ones. axis: the axis of
+    slots, which the scale may have twice in a row.
     """
     kind = select_type(tile_ref.dtype)
     old = tile_ref[...].astype(kind)

@@ -21,8 +21,8 @@ class _Inner(NamedTuple):
 
 
 def with_inner(matrix: Matrix, x_MI, norm_I, offset: float) -> Any:
-    """The matrix with `_Inner` of its adapters. XLA reads the rows' matrices within a sum of products of
-    numbers, where it would gather them in memory for a batched product.
+    """Returns the matrix with `_Inner` of its adapters. XLA reads the rows' matrices within a sum of products
+    of numbers. For a batched product it would gather them in memory.
     """
     if matrix.adapters is None:
         return matrix
@@ -38,8 +38,8 @@ def with_inner(matrix: Matrix, x_MI, norm_I, offset: float) -> Any:
 
 
 def add_adapters(y_MO, adapters, row, out, count):
-    """y and the products with the adapters of the first `count` rows. Each adapter is read once, for all of
-    its rows; no other row takes its numbers, which may be NaN.
+    """Returns y plus the products with the adapters of the first `count` rows. Each adapter is read once, for
+    all of its rows. No other row takes its numbers, which may be NaN.
     """
     R = adapters.b_NOR.shape[2]
     rank = Range.of(row.slice.start, tile_size(R), R)  # rows are one block, so both start at 0

@@ -19,7 +19,7 @@ from ..key_layouts import Levels
 
 
 class _Settings(NamedTuple):
-    """What is the same for every program."""
+    """The settings that are the same for every program."""
 
     inputs: tuple[str, ...]  # names of the arrays that are read; the caches follow
     outs: tuple[str, ...]
@@ -32,9 +32,9 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache,
-    which XLA copies where it is used again. Arguments and results as in the reference. interpret: run on any
-    device, slowly, by Pallas's interpreter.
+    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
+    copies the cache if it is used again. It takes the arguments of the reference, and returns its results.
+    interpret: True: run on any device, slowly, by Pallas's interpreter.
     """
     B, T, N, H = q_BTNH.shape
     K, S = k_PKSH.shape[1:3]
@@ -101,7 +101,7 @@ def _kernel(*refs, settings: _Settings):
 def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) -> None:
     """Stores the vectors of some heads, rotated by the angles of the first pairs of numbers.
 
-    source, target: indices of x_ref and out_ref but for the columns; one of them is a vector of heads, of
+    source, target: indices of x_ref and out_ref without the columns. One of them is a vector of heads, of
     which only the first `heads` exist.
     """
     load = partial(_load, x_ref, source, heads=heads)
@@ -124,8 +124,11 @@ def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) 
 def _quantize(refs, token, head, out_refs, place) -> None:
     """Stores a vector as levels, with their step and low.
 
-    refs: the vectors, and cosine and sine if it is rotated; token: its row and number; out_refs: levels and
-    scale; place: indices of these but for the columns.
+    Args:
+        refs: the vectors, and cosine and sine if it is rotated.
+        token: its row and number.
+        out_refs: levels and scale.
+        place: indices of these without the columns.
     """
     x_ref = refs[0]
     H = x_ref.shape[-1]
@@ -148,7 +151,7 @@ def _quantize(refs, token, head, out_refs, place) -> None:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To the nearest integer, half to even: Triton has no `jnp.round`."""
+    """Rounds to the nearest integer, and half to even. Triton has no `jnp.round`."""
     down = jnp.floor(x)
     rest = x - down
     is_odd = down != 2 * jnp.floor(down / 2)
@@ -156,7 +159,7 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 def _rotated(refs, token, head, column_W, real_W) -> jax.Array:
-    """float32: columns of a vector, rotated, and rounded to its dtype."""
+    """Returns float32: columns of a vector, rotated, and rounded to its dtype."""
     (x_ref, *angle_refs) = refs
 
     def load(ref, axes, at_W, mask_W, other=0):
@@ -184,13 +187,15 @@ def _store(ref, place, column_W, x_W, mask=None) -> None:
 
 
 def _load(ref, source, first: int, count: int, heads: int | None = None) -> jax.Array:
-    """float32: `count` columns, then zeros up to the size of a tile."""
+    """Returns float32: `count` columns, then zeros up to the size of a tile."""
     at, mask = _indices(source, first, count, heads)
     return pltriton.load(ref.at[at], mask=mask, other=0).astype(jnp.float32)
 
 
 def _indices(axes, first: int, count: int, heads: int | None) -> tuple[tuple[Any, ...], jax.Array]:
-    """The indices of a tile with these columns, [G, W], or [W] where `axes` has no heads; and which exist."""
+    """Returns the indices of a tile with these columns, [G, W], or [W] if `axes` has no heads, and a mask of
+    the ones that exist.
+    """
     offset_W = jnp.arange(pl.next_power_of_2(count))
     mask = offset_W < count
     if heads is not None:

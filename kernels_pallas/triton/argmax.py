@@ -15,8 +15,8 @@ BLOCK = 1024
 
 
 def argmax(x_BV, *, interpret=False) -> jax.Array:
-    """The index of each row's largest number, int32 [B], as in the reference. interpret: run on any device,
-    slowly, by Pallas's interpreter.
+    """Returns the index of each row's largest number, int32 [B], like the reference. interpret: True: run on
+    any device, slowly, by Pallas's interpreter.
     """
     B, V = x_BV.shape
     blocks = pl.cdiv(V, BLOCK)
@@ -41,23 +41,24 @@ def _argmax_kernel(x_ref, best_ref, index_ref, *, V):
 
 
 def _first_best(x, index):
-    """The largest along the first axis, and its first index. A NaN is larger than every number."""
+    """Returns the largest along the first axis, and its first index. A NaN is larger than every number."""
     nan = x != x  # tested separately, because the GPU's max drops it
     best = jnp.where(jnp.max(nan.astype(jnp.int32), 0) > 0, jnp.nan, jnp.max(jnp.where(nan, -jnp.inf, x), 0))
     return best, jnp.min(jnp.where(nan | (x == best), index, jnp.iinfo(jnp.int32).max), 0)
 
 
 def _of_best_block(best_Bi, of_block_Bi):
-    """of_block_Bi at the block with the largest best_Bi, for each row."""
+    """Returns of_block_Bi at the block with the largest best_Bi, for each row."""
     return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
 
 
 def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference; logits are never written. x is in the
-    dtype of the weight, or of 16 bits with an int8 matrix, whose numbers are exact there, and float32 scales.
-    The matrix is read once for up to 64 rows. interpret: run on any device, slowly, by Pallas's interpreter.
+    """Returns the greedy token and its log-probability, like the reference. Logits are never written. x is in
+    the dtype of the weight. With an int8 matrix, whose numbers are exact in 16 bits, x is of 16 bits, and
+    scales are float32. The matrix is read once for up to 64 rows. interpret: True: run on any device, slowly,
+    by Pallas's interpreter.
     """
     B, D = x_BD.shape
     V = weight_VD.shape[0]

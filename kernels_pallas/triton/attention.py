@@ -31,11 +31,12 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
-    q.
+    """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
+    dtype of q.
 
-    Arguments as in the reference. Keys are in the dtype of q, or `Levels`; H is at most 512; a page and a
-    ring have a multiple of 64 slots. interpret: run on any device, slowly, by Pallas's interpreter.
+    It takes the arguments of the reference. Keys are in the dtype of q, or `Levels`. H is at most 512. A page
+    and a ring have a multiple of 64 slots. interpret: True: run on any device, slowly, by Pallas's
+    interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -46,16 +47,16 @@ def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, splits=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao
-    et al. 2023).
+    """Computes attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao et al.
+    2023).
 
     The blocks of keys that a row needs are divided evenly among the splits, so that cost follows the length
     and every split has work.
 
     Args:
-        splits: programs per tile of queries; None: enough for the whole GPU. Where rows and heads give about
-            one program for each multiprocessor there is one split: partial results would cost a launch, and
-            with small keys a tenth of their bytes. A row that is longer than the others then takes longer.
+        splits: programs per tile of queries. None: enough for the whole GPU. If rows and heads give about one
+            program for each multiprocessor, there is one split: partial results would cost a launch, and with
+            small keys a tenth of their bytes. A row that is longer than the others then takes longer.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -75,7 +76,7 @@ def decode_attention(  # noqa: PLR0913
 
 
 def _block_bytes(k: jax.Array | Levels, keys: int) -> int:
-    """Bytes of a block of keys and values of one head, with their steps and lows."""
+    """Returns the bytes of a block of keys and values of one head, with their steps and lows."""
     return 2 * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
 
 
@@ -129,7 +130,9 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
 
 
 def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a program reads, by the names that `attention_kernel` uses, and their blocks."""
+    """Returns the arrays that a program reads, by the names that `attention_kernel` uses, and their
+    blocks.
+    """
     k, v, table_BP, bias = layout
     B, T, N, H = q_BTNH.shape
     P, K, S, _ = k.shape
@@ -160,9 +163,11 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
 
 
 def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
-    """Of a program: rows of a tile of queries, rows of a tile of keys, warps. They compile for sm_80 and
-    sm_89 with 99 KB of shared memory, without register spills. Dequantized keys pass through registers, so
-    their tiles are smaller; heads above 256 have twice the sums of a row in registers.
+    """Returns, for a program, the rows of a tile of queries, the rows of a tile of keys, and the warps.
+
+    They compile for sm_80, and for sm_89 with 99 KB of shared memory, without register spills. Dequantized
+    keys pass through registers, so their tiles are smaller. Heads above 256 have twice the sums of a row in
+    registers.
     """
     width = tile_size(H)
     narrow = width <= 64

@@ -60,9 +60,9 @@ class _Queries(NamedTuple):
 
 
 def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
-    """Writes the outputs of a tile, or, where the keys are split, a partial result and the base-2 logarithm
-    of its sum of weights: `LOWEST` for a share without keys, whose values are not written. refs: the inputs,
-    by their names, then the outputs.
+    """Writes the outputs of a tile. If the keys are split, it writes a partial result and the base-2
+    logarithm of its sum of weights. This is `LOWEST` for a share without keys, whose values are not written.
+    refs: the inputs, by their names, then the outputs.
     """
     ref = dict(zip(names, refs, strict=False))
     out_refs = refs[len(names) :]
@@ -115,7 +115,9 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
 
 
 def _across(load_q, column_W: jax.Array, real_W: jax.Array, pairs: int) -> jax.Array:
-    """float32: for each column of a rotated pair the other one, negative for the pair's second half."""
+    """Returns float32: for each column of a rotated pair the other one, negative for the pair's second
+    half.
+    """
     first_W = column_W < pairs
     other_W = jnp.where(first_W, column_W + pairs, column_W - pairs)
     across_RW = load_q(other_W, real_W & (column_W < 2 * pairs))
@@ -123,12 +125,12 @@ def _across(load_q, column_W: jax.Array, real_W: jax.Array, pairs: int) -> jax.A
 
 
 def _length(ref: Refs, settings: Settings):
-    """Valid keys of the row: tokens beyond its slots were dropped."""
+    """Returns valid keys of the row: tokens beyond its slots were dropped."""
     return jnp.minimum(ref["length"][0], settings.positions)
 
 
 def _share(ref: Refs, first_row, G: int, settings: Settings):
-    """The blocks that any query of the tile sees, or this program's share of them."""
+    """Returns the blocks that any query of the tile sees, or this program's share of them."""
     keys = settings.keys
     splits = settings.splits
     start = ref["start"][0]
@@ -145,8 +147,8 @@ def _share(ref: Refs, first_row, G: int, settings: Settings):
 
 
 def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
-    """Attention of each query to the keys that it sees in the blocks begin … stop - 1. Returns Σ p·v for each
-    part of a head, the largest score, and Σ p.
+    """Computes attention of each query to the keys that it sees in the blocks begin … stop - 1. Returns Σ p·v
+    for each part of a head, the largest score, and Σ p.
 
     Scores are in base 2, since the GPU has an instruction for 2**x: softmax(x) is 2**(x·log2 e) normalised.
     The softmax is online (Milakov & Gimelshein 2018): a new maximum rescales the earlier sums.
@@ -188,7 +190,7 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
 
 
 def _slots_of_block(ref: Refs, row, block, settings: Settings) -> tuple[Any, Any]:
-    """The row of the cache, or the page, and the slots in it."""
+    """Returns the row of the cache, or the page, and the slots in it."""
     first = block * settings.keys
     in_order = "table" not in ref and not settings.ring
     at = pl.ds(first if in_order else lax.rem(first, settings.slots), settings.keys)
@@ -196,8 +198,8 @@ def _slots_of_block(ref: Refs, row, block, settings: Settings) -> tuple[Any, Any
 
 
 def _load_block(ref: Refs, name: str, at, valid_C, dtype, settings: Settings):
-    """Keys or values of one block, each part [C, W], and if they are quantized their step and low, each [C].
-    Invalid ones are zeros: 0 * NaN is NaN.
+    """Returns keys or values of one block, each part [C, W], and if they are quantized their step and low,
+    each [C]. Invalid ones are zeros: 0 * NaN is NaN.
     """
     real_W = jnp.arange(settings.width) < settings.columns
     loaded = pltriton.load(ref[name].at[at], mask=valid_C[:, None] & real_W, other=0)
@@ -212,7 +214,7 @@ def _load_block(ref: Refs, name: str, at, valid_C, dtype, settings: Settings):
 
 
 def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) -> jax.Array:
-    """The scores of the bias of the keys of a block. Queries are rotated back, not keys forth."""
+    """Returns the scores of the bias of the keys of a block. Queries are rotated back, not keys forth."""
     keys = settings.keys
     width = settings.width
     (multiples, pairs) = ref["cos"].shape
@@ -237,7 +239,7 @@ def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) ->
 
 
 def _base2(s_RC: jax.Array, settings: Settings) -> jax.Array:
-    """Scaled and capped scores times log2 e."""
+    """Returns scaled and capped scores times log2 e."""
     scale = settings.scale
     cap = settings.soft_cap
     return s_RC * (scale * LOG2_E) if cap is None else jnp.tanh(s_RC * (scale / cap)) * (cap * LOG2_E)

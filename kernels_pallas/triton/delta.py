@@ -38,8 +38,9 @@ class _Refs(NamedTuple):
 def delta_step(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_step`, which writes the state in place; XLA copies it where it is used again.
-    Widths of heads are powers of two. interpret: run on any device, slowly, by Pallas's interpreter.
+    """Computes `reference_delta.delta_step`, and writes the state in place. XLA copies the state if it is
+    used again. Widths of heads are powers of two. interpret: True: run on any device, slowly, by Pallas's
+    interpreter.
     """
     B, K = old.q.shape[:2]
     operands = start_B, num_tokens_B, new, weights, old
@@ -78,7 +79,7 @@ def _kernel(eps: float, interpret: bool, *operands: Any) -> None:
 
 
 def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:
-    """Result and state of value head n. of_key: query, key, and their product."""
+    """Computes the result and the state of value head n. of_key: query, key, and their product."""
     q_H, k_H, agreement = of_key
     H, Y = refs.old.state.shape[2:]
     C = min(Y, _TILE // H, _COLUMNS)
@@ -103,7 +104,9 @@ def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps
 
 
 def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:
-    """silu of the convolution, float32, of some columns of head n of q, k or v; moves its inputs by one."""
+    """Returns silu of the convolution, float32, of some columns of head n of q, k or v. Moves its inputs by
+    one.
+    """
     W, X = refs.old[i].shape[2:]
     columns = pl.ds(n * X + first, width)
     places = [(row, n, w, pl.ds(first, width)) for w in range(W)]

@@ -19,8 +19,8 @@ def delta_drafts(  # noqa: PLR0913
     new: NewToken, weights: DeltaWeights, old: DeltaState, steps, accepted_B, start_B, num_tokens_B,
     *, holds: bool, eps: float, interpret=False,
 ):  # fmt: skip
-    """The results [B, T, N Y] of `delta_drafts.draft_call`, the call, and the state after its accepted draft
-    slots, or without `holds` after its T tokens too. Widths of heads are powers of two.
+    """Returns the results [B, T, N Y] of `delta_drafts.draft_call`, the call, and the state after its
+    accepted draft slots, or without `holds` after its T tokens too. Widths of heads are powers of two.
     """
     call = draft_call(new, weights, old, steps, accepted_B, start_B, num_tokens_B)
     (B, N, H, Y) = old.state.shape

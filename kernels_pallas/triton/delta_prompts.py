@@ -1,9 +1,11 @@
 """Prompts in linear attention (Gated DeltaNet) on NVIDIA GPUs, in blocks of 64 tokens.
 
-XLA computes the convolution, which is elementwise, and the norms. Of the rest, only what reads the state has
-to wait for the block before, so there are two kernels. Programs of the first take a block of a value head
-each, all at once: the inverse of the triangular system, and the weights of what is written in the results.
-Those of the second walk the blocks of a row in order, for some columns of a value head's state.
+XLA computes the convolution, which is elementwise, and the norms. In the rest, only the part that reads the
+state has to wait for the block before. So there are two kernels:
+
+- Programs of the first kernel take a block of a value head each, all at once. They compute the inverse of the
+  triangular system, and the weights with which written values count in the results.
+- Programs of the second kernel walk the blocks of a row in order, for some columns of a value head's state.
 """
 
 from collections.abc import Callable
@@ -46,7 +48,7 @@ _WALK_DEPTH = 64
 
 
 class _Blocks(NamedTuple):
-    """What both kernels read; T is a multiple of C."""
+    """The inputs of both kernels. T is a multiple of C."""
 
     count: Any  # int32 [B]
     queries: Any  # parts (`split`), each [B, T, K, H]
@@ -56,7 +58,7 @@ class _Blocks(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """What the second kernel reads of the first one, parts, each [B, N, blocks, C, C]."""
+    """The results of the first kernel that the second kernel reads, in parts, each [B, N, blocks, C, C]."""
 
     inverse: Any
     weights: Any
@@ -65,7 +67,7 @@ class _Solved(NamedTuple):
 def delta_prefill(
     new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
 ) -> tuple[jax.Array, DeltaState]:
-    """`reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
+    """Runs `reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
     slowly, by Pallas's interpreter.
     """
     T = new.z.shape[1]
@@ -93,8 +95,8 @@ def call_kernel(
     kernel: Callable, grid: tuple[int, ...], operands: Any, outs: Any, name: str, warps: int, interpret: bool,
     in_place: int = 0,
 ) -> Any:  # fmt: skip
-    """The results of a kernel of pytrees; `outs` are their types. in_place: how many of the last results have
-    the memory of the last operands.
+    """Returns the results of a kernel of pytrees. outs: their types. in_place: the number of last results
+    that have the memory of the last operands.
     """
     arrays = jax.tree.leaves(operands)
     types = jax.tree.leaves(outs)
@@ -117,7 +119,7 @@ def call_kernel(
 
 
 def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
-    """The first kernel: a block of a value head of a row."""
+    """Runs the first kernel: a block of a value head of a row."""
     out = _Solved(*solved)
     (i, n, row) = map(pl.program_id, range(3))
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
@@ -130,7 +132,7 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
             ref[row, n, i, half(r), half(c)] = part
 
     def square(r: Any, c: Any) -> jax.Array:
-        """Its part of the system; stores that of the weights."""
+        """Returns its part of the system, and stores its part of the weights."""
         rows, columns = half(r, i * BLOCK), half(c, i * BLOCK)
 
         def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:
@@ -165,7 +167,7 @@ def _walk(  # noqa: PLR0913
     width: int, interpret: bool, read: _Blocks, solved: _Solved, keys: Parts, v_ref, start_ref, old_ref,
     out_ref, after_ref,
 ) -> None:  # fmt: skip
-    """The second kernel: the blocks of a row, for some columns of a value head."""
+    """Runs the second kernel: the blocks of a row, for some columns of a value head."""
     (part, n, row) = map(pl.program_id, range(3))
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
     count = read.count[row]
@@ -206,13 +208,13 @@ def _walk(  # noqa: PLR0913
 
 
 def _inverse(lower_CC: jax.Array) -> jax.Array:
-    """The inverse of I + a strictly lower triangle, by products of ever larger squares on the diagonal: that
-    of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
+    """Returns the inverse of I + a strictly lower triangle, by products of ever larger squares on the
+    diagonal: the inverse of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
     """
     row, column = (lax.broadcasted_iota(jnp.int32, lower_CC.shape, axis) for axis in (0, 1))
 
     def below(i: Any) -> jax.Array:
-        """The parts L of squares that have twice 2**i rows."""
+        """Returns the parts L of squares that have twice 2**i rows."""
         is_below = (row >> i + 1 == column >> i + 1) & (row >> i != column >> i)
         return jnp.where(is_below, lower_CC, 0)
 
@@ -236,7 +238,7 @@ def _load(refs: Parts, at: Any, transposed: bool = False) -> Parts:
 
 
 def _dot(a: Parts, b: Parts) -> jax.Array:
-    """The product of float32 matrices in parts."""
+    """Returns the product of float32 matrices in parts."""
     total: Any = 0
     for i, j in PAIRS:
         total += jnp.dot(a[i], b[j], preferred_element_type=jnp.float32)

@@ -2,7 +2,7 @@
 tile of them.
 
 Choices (a token and one of its experts) are sorted by expert. A tile has up to `rows` consecutive choices of
-one expert. The number of tiles is static, an upper bound; tiles beyond the last one load and store nothing.
+one expert. The number of tiles is static, an upper bound. Tiles beyond the last one load and store nothing.
 """
 
 import math
@@ -42,17 +42,17 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None,
     limit=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """The sum of `reference.gated_experts`. A choice's bits depend neither on other choices nor on its place
-    in a tile.
+    """Returns the sum of `reference.gated_experts`. A choice's bits depend neither on other choices nor on
+    its place in a tile.
 
     Args:
-        x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized ones. D and F are multiples
-            of 16.
-        gate_XFD, up_XFD, down_XDF: as in the reference; groups have a multiple of 16 bytes.
+        x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized matrices. D and F are
+            multiples of 16.
+        gate_XFD, up_XFD, down_XDF: see the reference. Groups have a multiple of 16 bytes.
         activation: an elementwise function of float32 arrays that Pallas can lower.
-        num_experts: experts that a token chooses from, X or more where other devices have the others. It
-            affects the sizes of tiles.
-        interpret: run on any device, slowly, by Pallas's interpreter.
+        num_experts: the number of experts that a token chooses from. It is X, or more if other devices have
+            the others. It affects the sizes of tiles.
+        interpret: True: run on any device, slowly, by Pallas's interpreter.
     """
     M, U = expert_MU.shape
     D = x_MD.shape[1]
@@ -96,7 +96,7 @@ def gated_experts(  # noqa: PLR0913
 
 
 def _experts_and_outputs(matrix: Any) -> tuple[int, int]:
-    """X and O."""
+    """Returns X and O."""
     if isinstance(matrix, Mxfp4) or _is_grouped(matrix):
         return len(matrix.values), matrix.scale.shape[-1]
     return (matrix.values if isinstance(matrix, Matrix) else matrix).shape[:2]
@@ -107,8 +107,8 @@ def _is_grouped(matrix: Any) -> bool:
 
 
 def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
-    """Sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They compile
-    for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
+    """Returns sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They
+    compile for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
     """
     rows = min(tile_size(math.ceil(2 * mean)), 128)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
@@ -121,8 +121,9 @@ def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
 
 
 def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
-    """The choices in order of their experts, int32 [C], as expert * C + choice, or as the choice if int32
-    cannot hold that; and where in that order each expert begins, with the end of the last one, int32 [X + 1].
+    """Returns the choices in order of their experts, int32 [C], as expert * C + choice, or as the choice if
+    int32 cannot hold that. Also returns the place in that order at which each expert begins, with the end of
+    the last one, int32 [X + 1].
     """
     C = len(expert_C)
     expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
@@ -134,8 +135,8 @@ def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The expert of this program's tile, and its choices: the first in the sorted order, and where they stop.
-    Without choices: zeros.
+    """Returns the expert of this program's tile, and its choices: the first in the sorted order, and the end.
+    Without choices they are zeros.
     """
     X = start_ref.shape[0] - 1
     expert_X = jnp.arange(tile_size(X))
@@ -195,7 +196,7 @@ def _down_kernel(*refs, sizes: _Sizes, outputs: int, interpret: bool):
 
 
 def _products(x_ref, row_R, matrices, at, width: int, interpret: bool) -> Sequence[jax.Array]:
-    """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
+    """Returns the rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
     if _is_grouped(matrices[0]):
         return expert_products(x_ref, row_R, matrices, at[0], Range(at[1], None), interpret)
     width = math.gcd(x_ref.shape[1], width)

@@ -1,8 +1,9 @@
 """Numbers in FP8 (E4M3) as 16-bit floats, for Triton's kernels of products and of experts.
 
-The bits of a byte, moved to where a 16-bit float has them, are the number times a power of two, subnormal
-ones too; a product with its inverse is exact. This takes ten instructions for four numbers, and runs where
-there is no conversion of FP8 (before compute capability 8.9).
+The bits of a byte are moved to the bits of a 16-bit float. Read as such a float they are the number times a
+power of two, also for subnormal numbers. A product with the inverse of this power is exact. This takes ten
+instructions for four numbers, and runs on devices without a conversion of FP8 (before compute capability
+8.9).
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ _FORMS = {"bfloat16": (4, "0x7b807b80", "bf16x2"), "float16": (1, "0x5c005c00", 
 
 
 def fp8_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """Bytes of E4M3 without NaN, as `dtype`."""
+    """Returns the bytes of E4M3 without NaN, as `dtype`."""
     if interpret:
         return values.astype(dtype)
     (shift, inverse, kind) = _FORMS[jnp.dtype(dtype).name]
@@ -44,17 +45,17 @@ def fp8_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
 
 
 def flat_numbers(values: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """Values of a matrix that is not in groups, as `dtype`."""
+    """Returns values of a matrix that is not in groups, as `dtype`."""
     is_fp8 = values.dtype == jnp.float8_e4m3fn
     return fp8_numbers(values, dtype, interpret) if is_fp8 else values.astype(dtype)
 
 
 def has_blocks(matrix: Any) -> bool:
-    """Whether a `Matrix` has a scale for each block of outputs and inputs."""
+    """Returns True if a `Matrix` has a scale for each block of outputs and inputs."""
     is_fp8 = matrix.values.dtype == jnp.float8_e4m3fn
     return is_fp8 and matrix.scale.ndim == matrix.values.ndim
 
 
 def block_scale(matrix: Any, at: tuple, output: Any, column: Any) -> jax.Array:
-    """The scale of the block of this output and input. at: the expert, or nothing."""
+    """Returns the scale of the block of this output and input. at: the expert, or nothing."""
     return pltriton.load(matrix.scale.at[*at, lax.div(output, FP8_BLOCK), lax.div(column, FP8_BLOCK)])

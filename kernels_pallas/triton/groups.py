@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, number: jax.Array, values: Any) -> "Run":
-        """The run of this number in values [..., Q, Y, O]."""
+        """Returns the run of this number in values [..., Q, Y, O]."""
         Y = values.shape[-2]
         size = group_run(Y)
         group = lax.div(number, Y // size)
@@ -43,12 +43,12 @@ class Run(NamedTuple):
 
 
 def group_run(Y: int) -> int:
-    """The bytes of a group that one product multiplies: a power of two."""
+    """Returns the bytes of a group that one product multiplies: a power of two."""
     return min(Y & -Y, _RUN)
 
 
 def count_runs(values: Any) -> int:
-    """The runs of values [..., Q, Y, O]."""
+    """Returns the runs of values [..., Q, Y, O]."""
     (Q, Y, _) = values.shape[-3:]
     return Q * Y // group_run(Y)
 
@@ -57,9 +57,9 @@ def add_run(
     sums: Sequence[jax.Array], xs: Sequence[jax.Array], matrices: Sequence[Any], at: tuple, run: Run,
     out: Range, interpret: bool,
 ) -> list[jax.Array]:  # fmt: skip
-    """The sums, float32 [M, O] of each matrix, plus the products of a run.
+    """Returns the sums, float32 [M, O] of each matrix, plus the products of a run.
 
-    xs: x of the run's halves; matrices: `Matrix` in groups, or `Mxfp4`; at: the expert, or nothing.
+    xs: x of the run's halves. matrices: `Matrix` in groups, or `Mxfp4`. at: the expert, or nothing.
     """
     dtype = xs[0].dtype
     total_M = jnp.sum(sum(x_MY.astype(jnp.float32) for x_MY in xs), 1)
@@ -84,7 +84,7 @@ def add_run(
 def expert_products(
     x_ref, row_R: jax.Array, matrices: Sequence[Any], expert: jax.Array, out: Range, interpret: bool
 ) -> list[jax.Array]:
-    """The rows row_R of x times outputs of an expert's matrices in groups, float32 [R, O]."""
+    """Returns the rows row_R of x times outputs of an expert's matrices in groups, float32 [R, O]."""
     values = matrices[0].values
     runs = count_runs(values)
     at_once = math.gcd(runs, _RUN // group_run(values.shape[-2]))
@@ -105,7 +105,7 @@ def expert_products(
 
 
 def _levels(values_YO: jax.Array, dtype: Any, interpret: bool) -> list[jax.Array]:
-    """Numbers of `dtype` for each half of a group: int8, or int4 plus `_magic`."""
+    """Returns numbers of `dtype` for each half of a group: int8, or int4 plus `_magic`."""
     if values_YO.dtype != jnp.uint8:
         return [values_YO.astype(dtype)]
     if interpret:
@@ -123,5 +123,5 @@ def _levels(values_YO: jax.Array, dtype: Any, interpret: bool) -> list[jax.Array
 
 
 def _magic(dtype: Any) -> float:
-    """The number whose last bits are those of a level: 128 with 7 bits, 1,024 with 10."""
+    """Returns the number whose last bits are the bits of a level: 128 with 7 bits, 1,024 with 10."""
     return float(1 / jnp.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""What a sampler needs to know of all logits, for Triton: they are read once."""
+"""A summary of all logits for a sampler, for Triton. The logits are read once."""
 
 from functools import partial
 
@@ -16,9 +16,9 @@ _GROUPS = 32  # of a program
 def summarize_logits(
     logits_BV, penalty_B, seen_BV, bias_BV=None, biased_B=None, *, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """The summary of `reference.summarize_logits`. The bias of rows without one, and the seen tokens of rows
-    without a penalty, are not read. A NaN among the logits makes the second result NaN; the first may miss
-    it. interpret: run on any device, slowly, by Pallas's interpreter.
+    """Returns the summary of `reference.summarize_logits`. The bias of rows without one, and the seen tokens
+    of rows without a penalty, are not read. A NaN among the logits makes the second result NaN. The first
+    result may miss it. interpret: True: run on any device, slowly, by Pallas's interpreter.
     """
     B, V = logits_BV.shape
     groups = pl.cdiv(V, LOGITS_GROUP)

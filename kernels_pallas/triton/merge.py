@@ -13,13 +13,13 @@ _COLUMNS = 64  # of a program
 
 
 def merge_splits(out_BKRPH, lse_BKRP, sink_N, G: int, dtype, interpret: bool) -> jax.Array:
-    """The results of P splits as one, [B, K, R, H], in one kernel.
+    """Returns the results of P splits as one, [B, K, R, H], in one kernel.
 
     Args:
-        out_BKRPH: float32, of each split.
-        lse_BKRP: float32, base-2 logarithms of the splits' sums; `LOWEST`: the split has no keys, and its
+        out_BKRPH: float32, the result of each split.
+        lse_BKRP: float32, base-2 logarithms of the splits' sums. `LOWEST`: the split has no keys, and its
             values were not written.
-        G: heads that share a key head; R has them innermost.
+        G: the number of heads that share a key head. R has them innermost.
     """
     B, K, R, splits, H = out_BKRPH.shape
     wide = min(tile_size(H), _COLUMNS)

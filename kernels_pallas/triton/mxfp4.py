@@ -1,7 +1,8 @@
 """The numbers of MXFP4 in 16 bits, for Triton's kernels of experts.
 
 They are exact: two tables of eight bytes have the high and low bytes of each magnitude, and a byte
-permutation takes those of four numbers at a time (13 instructions for four numbers, their signs included).
+permutation takes the bytes of four numbers at a time (13 instructions for four numbers, their signs
+included).
 """
 
 import jax
@@ -18,7 +19,7 @@ _TABLES = {
 
 
 def mxfp4_numbers(values_YO: jax.Array, dtype, interpret: bool) -> list[jax.Array]:
-    """The numbers of `dtype` in each half of the bytes."""
+    """Returns the numbers of `dtype` in each half of the bytes."""
     if interpret:
         return [number(values_YO, shift).astype(dtype) for shift in (0, 4)]
     (high_0, high_1, low_0, low_1) = _TABLES[jnp.dtype(dtype).name]

@@ -2,18 +2,18 @@
 their input, biases, activation and residual.
 
 - A program computes one tile of outputs of one matrix (with an activation: the same tile of both), for all
-  rows up to 64. q, k and v are leaves of their own; the program's number says whose tile it computes.
-- The norm costs no pass of its own: products of x * weight and the sum of squares run in one loop, and each
-  row is scaled at the end. x * weight is rounded to 16 bits once, where norm and weight round twice. It must
+  rows up to 64. q, k and v are separate leaves: the program's number says whose tile it computes.
+- The norm costs no additional pass: products of x * weight and the sum of squares run in one loop, and each
+  row is scaled at the end. x * weight is rounded to 16 bits once, while norm and weight round twice. It must
   not overflow, so float16 takes no norm.
-- Matrices in groups: `groups`.
+- Matrices in groups are in `groups`.
 - Up to 16 rows a program reads far more of the weights than of x. With more rows x costs as much, from L2, so
-  tiles are wider; then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
+  tiles are wider. Then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
   a launch, and partial sums of at most an eighth of the matrix's bytes. For up to 16 rows the launch would
   cost more than it saves.
 - Hopper takes this kernel too. Its tensor cores multiply 64 rows of the left operand at least (wgmma), which
-  Triton uses from 33 rows on; below it uses the older instruction with 16.
-- int8 activations are quantized by the caller; sums are then exact, in int32.
+  Triton uses from 33 rows on. Below it uses the older instruction with 16.
+- int8 activations are quantized by the caller. Sums are then exact, in int32.
 - Nothing here was measured on a card: tiles, stages and splits are chosen by arithmetic.
 """
 
@@ -48,7 +48,7 @@ class _Tiles(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What a program computes."""
+    """The settings of the computation of a program."""
 
     tiles: _Tiles
     eps: float
@@ -61,7 +61,7 @@ def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None, interpret=False,
 ) -> list[jax.Array]:  # fmt: skip
-    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
+    """Returns the products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
     x is bfloat16 or float16, or int8 for int8 matrices with a scale per output, whose sums are then exact.
     Matrices are of x's dtype, int8, FP8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
@@ -99,7 +99,9 @@ def product(  # noqa: PLR0913
 
 
 def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
-    """Tiles that fill the multiprocessors, and compile for sm_80 and sm_89 without register spills."""
+    """Returns tiles that fill the multiprocessors, and compile for sm_80 and sm_89 without register
+    spills.
+    """
     M = len(x_MI)
     grouped = matrices[0].values.ndim == 3
     if M > FEW_ROWS:
@@ -138,8 +140,8 @@ def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settin
 
 
 def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):
-    """One tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual and the
-    step; numbers: of the tile of outputs, of the block of rows, and of the split.
+    """Computes one tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual
+    and the step. numbers: the numbers of the tile of outputs, of the block of rows, and of the split.
     """
     (norm_ref, residual_ref, step_ref) = refs
     (tile, block, split) = numbers
@@ -176,7 +178,7 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):
 
 
 def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
-    """The steps over the inputs of matrices [O, I], and the function of one step."""
+    """Returns the steps over the inputs of matrices [O, I], and the function of one step."""
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
     width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
@@ -200,8 +202,8 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
 
 
 def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):
-    """The steps over the groups of packed matrices, and the function of one step, which reads some runs of
-    bytes.
+    """Returns the steps over the groups of packed matrices, and the function of one step, which reads some
+    runs of bytes.
     """
     values = matrices[0].values
     runs = count_runs(values)
@@ -225,7 +227,9 @@ def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):
 
 
 def _load_x(x_ref, norm_ref, row, column, offset: float):
-    """A tile of x, times the weight of the norm if there is one; and the rows' sums of squares for it."""
+    """Returns a tile of x, times the weight of the norm if there is one, and the rows' sums of squares for
+    it.
+    """
     x_MI = load_tile(x_ref, row, column)
     if norm_ref is None:
         return x_MI, 0

@@ -1,4 +1,4 @@
-"""Writes what the compiled programs of small checkpoints cost, as JSON: a process that
+"""Writes the costs of the compiled programs of small checkpoints, as JSON: a process that
 scripts/compare_behaviour.py starts for each of two checkouts, in its folder. It uses public names alone.
 
 Arguments: the file to write, and the folder with the checkpoints: `programs/NAME`.

@@ -23,7 +23,9 @@ def without_places(text: str) -> str:
 
 
 def signature_of(thing: Any) -> str:
-    """Returns the parameters of a callable with their defaults and annotations, and what it returns."""
+    """Returns the parameters of a callable with their defaults and annotations, and the annotation of its
+    result.
+    """
     try:
         return without_places(str(inspect.signature(thing)))
     except (TypeError, ValueError):
@@ -31,7 +33,7 @@ def signature_of(thing: Any) -> str:
 
 
 def members_of(kind: type) -> dict[str, str]:
-    """Returns what a class has: its fields, properties and methods, also those that it inherits."""
+    """Returns the members of a class: its fields, properties and methods, also those that it inherits."""
     members = {}
     if dataclasses.is_dataclass(kind):
         for field in dataclasses.fields(kind):

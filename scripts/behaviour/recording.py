@@ -1,4 +1,4 @@
-"""How a value, an array or an error is recorded: as JSON has it, and equal wherever the code lies."""
+"""Records of values, arrays and errors: in JSON, and equal wherever the code lies."""
 
 import contextlib
 import math
@@ -19,8 +19,8 @@ _FOLDERS = re.compile(r"[^\s'\"]*/(?=(?:parity|wide|quantized)/|saved\b)")
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """Returns what a call returns, or the type and the text of the error with which it ends; "begins" if it
-    ends as `without_tracing` says.
+    """Returns the result of a call, or the type and the text of the error with which it ends. Returns
+    "begins" if it ends as `without_tracing` says.
     """
     try:
         return call()
@@ -40,7 +40,7 @@ def without_tracing() -> Iterator[None]:
 
 
 def array_type(x: Any) -> str:
-    """Returns dtype and shape, as in float32[2,3]."""
+    """Returns dtype and shape, for example float32[2,3]."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 

@@ -30,8 +30,8 @@ from behaviour.sizes import (
 
 
 def case_records(folder: Path, draft: xj.Model) -> Records:
-    """Returns everything of one checkpoint, except what depends on a device that is assumed. draft: a model
-    with the same vocabulary.
+    """Returns everything of one checkpoint, except the parts that depend on a device that is assumed. draft:
+    a model with the same vocabulary.
     """
     model = attempt(lambda: xj.load_model(folder, dtype="float32"))
     if isinstance(model, str):

@@ -83,7 +83,7 @@ def file_records(folder: Path, formats: dict[str, Records]) -> Records:
 
 
 def adapter_files(model: xj.Model) -> Records:
-    """Returns the files of an adapter of rank 2, whose numbers are those of its shapes."""
+    """Returns the files of an adapter of rank 2, whose numbers are the numbers of its shapes."""
     struct = jax.eval_shape(lambda: xj.lora.init_adapter(model.config, jax.random.key(0), 2))
     adapter = jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), struct)
     return saved(lambda path: xj.lora.save_adapter(adapter, model.config, path))

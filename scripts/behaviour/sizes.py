@@ -57,7 +57,7 @@ def cache_records(config: xj.ModelConfig) -> Records:
 
 def engine_without_programs(model: xj.Model, **settings: Any) -> xj.Engine:
     """Returns an engine that has its sizes and compiles nothing. No public name gives them: this replaces a
-    method of `LocalEngine`; if another commit has no such method, its engine is compiled.
+    method of `LocalEngine`. If another commit has no such method, its engine is compiled.
     """
 
     class Sized(LocalEngine):
@@ -68,7 +68,7 @@ def engine_without_programs(model: xj.Model, **settings: Any) -> xj.Engine:
 
 
 def engine_record(model: xj.Model, **settings: Any) -> Records:
-    """Returns pages, and the bytes of one page: what one page more adds to the cache."""
+    """Returns pages, and the bytes of one page: the bytes that one page more adds to the cache."""
     engine = engine_without_programs(model, **settings)
     if "pages" in settings:
         return dict(cache_bytes=engine.cache_bytes)
@@ -108,7 +108,7 @@ def engine_records(model: xj.Model) -> Records:
 
 
 def kernel_records(config: xj.ModelConfig) -> Records:
-    """Returns what `kernels_used` says, for float and int8 weights, of the device that is assumed."""
+    """Returns the result of `kernels_used`, for float and int8 weights, on the device that is assumed."""
     records = {}
     for name, quantize in (("bfloat16", None), ("int8", "int8")):
         shape = attempt(

@@ -1,8 +1,9 @@
 """Writes traces of engines as JSON: a process that scripts/compare_behaviour.py starts for each checkout.
 
 A trace is a fixed list of requests to an engine without a thread. After each step it has the rows that
-changed (state, slot, computed tokens, pages), and the statistics; at its end the answers, with floats in
-hexadecimal. Time is a counter that advances after each step: traces do not depend on the speed of a machine.
+changed (state, slot, computed tokens, pages), and the statistics. At its end it has the answers, with floats
+in hexadecimal. Time is a counter that advances after each step: traces do not depend on the speed of a
+machine.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ def plain(value: Any) -> Any:
 
 
 def row_of(answer: Any) -> str:
-    """Returns what the scheduler has decided for an answer. It reads attributes that have no public name."""
+    """Returns the scheduler's decisions for an answer. It reads attributes that have no public name."""
     row = answer.row
     return f"{row.state}, slot {row.slot}, {row.num_computed} computed, {len(row.pages)} pages"
 
@@ -61,7 +62,7 @@ class Trace:
     """Requests to an engine that takes one step at a time.
 
     Args:
-        advance: of `counted_time`.
+        advance: the function of `counted_time`.
     """
 
     def __init__(self, model: xj.Model, advance: Callable[[float], None], **settings: Any):
@@ -121,7 +122,7 @@ class Trace:
 
 
 def random_requests(trace: Trace, count: int, shape: dict, longest: int) -> None:
-    """Submits random requests, one or two before each step: `draw` says what they have. Three have their
+    """Submits random requests, one or two before each step: `draw` draws them. Three have their
     `share_answers`, and then their answer as a prompt.
     """
     rng = random.Random(5)
@@ -142,7 +143,7 @@ def random_requests(trace: Trace, count: int, shape: dict, longest: int) -> None
 
 
 def scheduled(family: str, advance: Callable[[float], None], **settings: Any) -> dict[str, Any]:
-    """Random requests with few pages: rows are preempted, swapped and share pages."""
+    """Runs random requests with few pages: rows are preempted, swapped and share pages."""
     shape = dict(rows=4, capacity=384, pages=9, chunk=128, time_slice=0.2)
     trace = Trace(random_model(family, None), advance, **shape | settings)
     random_requests(trace, 30, shape, 200)
@@ -150,7 +151,9 @@ def scheduled(family: str, advance: Callable[[float], None], **settings: Any) ->
 
 
 def held(advance: Callable[[float], None]) -> dict[str, Any]:
-    """Adapters, processors, vectors and grammars, with updates of adapters and weights between steps."""
+    """Runs requests with adapters, processors, vectors and grammars, with updates of adapters and weights
+    between steps.
+    """
     model = xj.load_model()
     adapters = [xj.lora.init_adapter(model.config, jax.random.key(i), 4) for i in range(3)]
     a, b, c = (jax.tree.map(lambda x: x + 0.05, adapter) for adapter in adapters)
@@ -186,7 +189,9 @@ def held(advance: Callable[[float], None]) -> dict[str, Any]:
 
 
 def lookup(advance: Callable[[float], None]) -> dict[str, Any]:
-    """Speculative decoding by lookup, with a grammar, an update of weights, and rows that are preempted."""
+    """Runs speculative decoding by lookup, with a grammar, an update of weights, and rows that are
+    preempted.
+    """
     model = xj.load_model()
     shape = dict(rows=3, capacity=256, pages=6, chunk=64, time_slice=0.2, draft="lookup", draft_tokens=2)
     trace = Trace(model, advance, **shape)

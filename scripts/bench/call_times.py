@@ -1,7 +1,7 @@
 """Times calls of a random model: a process that scripts/bench_pairs.py starts in each of two checkouts. It
 uses public names alone. Arguments: a file with a config.json, the format of the weights.
 
-Each line that it reads is the name of a call; it answers with the call's seconds.
+Each line that it reads is the name of a call. It answers with the call's seconds.
 """
 
 import functools

@@ -42,7 +42,8 @@ def start_in(
     checkout: Path, program: str, arguments: list[Any], environment: Mapping[str, str], **pipes: Any
 ) -> subprocess.Popen:
     """Starts scripts/PROGRAM of the working tree in the folder of a checkout, whose packages it imports.
-    `environment` is added to that of this process. pipes: arguments of `subprocess.Popen`.
+    environment: variables that are added to this process's environment. pipes: arguments of
+    `subprocess.Popen`.
     """
     path = os.pathsep.join([str(checkout), str(SCRIPTS)])
     command = [sys.executable, str(SCRIPTS / program), *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""Best of n: sample several answers, then score them with a model. Here the same model scores them; another
+"""Best of n: sample several answers, then score them with a model. Here the same model scores them. Another
 model with the same tokenizer works too.
 
 If the same model scores, `GenerateOptions(n=1, best_of=8)` does all of this.

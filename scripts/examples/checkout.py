@@ -1,5 +1,5 @@
-"""Imported first by the examples. It finds scripts/launcher.py, which finds the package in a checkout where
-it is not installed. A copy of an example elsewhere does not need it: call `main` directly.
+"""Imported first by the examples. It finds scripts/launcher.py, which finds the package in a checkout in
+which it is not installed. A copy of an example elsewhere does not need it: call `main` directly.
 """
 
 import sys

@@ -2,7 +2,8 @@
 
 Each step samples answers to each prompt, which is prefilled once, rewards their full stops, and takes two
 gradient steps on the clipped objective with a KL term to the first model. Rows are divided over the mesh axis
-"data", the model over "model". `apart`: how much log-probabilities of rollout and training differ at most.
+"data", the model over "model". `apart` is the largest difference between log-probabilities of rollout and
+training.
 
     python scripts/examples/grpo.py --model=../shared/data/stories260K --steps=30
 
@@ -40,7 +41,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
 
 
 def make_programs(config, has_stop_V, samples, most_tokens):
-    """Rollout and gradient step. B: prompts, R: answers."""
+    """Returns the programs of the rollout and of the gradient step. B: prompts, R: answers."""
 
     @jax.jit
     def rollout(params, prompt_BT, num_tokens_B, key):

@@ -38,13 +38,13 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
 
 
 def tool(text):
-    """What the tool answers: the next sentence begins with a name that the text does not have."""
+    """Returns the answer of the tool: the next sentence begins with a name that the text does not have."""
     return next((name for name in ("Max", "Sue", "Ben") if name not in text), "They")
 
 
 def play(engine, prompt, key):
-    """An episode: ids, the log-probability of each that was sampled (else 0), versions of the weights that
-    sampled them, and the number of calls.
+    """Returns an episode: ids, the log-probability of each that was sampled (else 0), versions of the weights
+    that sampled them, and the number of calls.
     """
     tokenizer = engine.model.tokenizer
     full_stop = tokenizer.encode("a.")[-1]

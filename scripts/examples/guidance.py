@@ -18,8 +18,8 @@ import xinfer_jax as xj
 
 
 def guide(scale_B, logits_BV, context):
-    """Classifier-free guidance: both rows of a pair get the second one's log-probabilities, and a scale times
-    what the first one's differ by (Sanchez et al. 2023).
+    """Applies classifier-free guidance (Sanchez et al. 2023): both rows of a pair get the log-probabilities
+    of the second row, plus a scale times the difference of the first row from them.
     """
     logprobs_BV = jax.nn.log_softmax(logits_BV)
     from_BV = logprobs_BV[1::2]
@@ -27,13 +27,13 @@ def guide(scale_B, logits_BV, context):
 
 
 def draw_for_pairs(key_B, logits_BV, context):
-    """A draw of each pair: by their own positions two rows would draw different tokens."""
+    """Returns one draw for each pair: with their own positions the two rows would draw different tokens."""
     return jnp.repeat(jax.vmap(jax.random.categorical)(key_B[::2], logits_BV[::2]), 2)
 
 
 def contrast(expert_BV, amateur_BV, least=0.1):
-    """How much likelier each token is to an expert than to an amateur (Li et al. 2022), of those that have at
-    least this part of the expert's largest probability.
+    """Returns how much likelier each token is to an expert than to an amateur (Li et al. 2022). Tokens with
+    less than this part of the expert's largest probability are excluded.
     """
     expert_BV = jax.nn.log_softmax(expert_BV)
     plausible_BV = expert_BV >= expert_BV.max(-1, keepdims=True) + jnp.log(least)
@@ -42,7 +42,9 @@ def contrast(expert_BV, amateur_BV, least=0.1):
 
 @functools.partial(jax.jit, static_argnames=("configs", "size"))
 def contrastive_tokens(trees, configs, tokens_BT, num_tokens_B, eos_ids, size):
-    """int32 [B, size]: greedy answers of an expert less an amateur; -1 after all rows have ended."""
+    """Returns, int32 [B, size], greedy answers of an expert less an amateur. They are -1 after all rows have
+    ended.
+    """
     B, T = tokens_BT.shape
 
     def prefill(params, config):
@@ -64,7 +66,7 @@ def contrastive_tokens(trees, configs, tokens_BT, num_tokens_B, eos_ids, size):
 
 
 def sequence_biases(bias_by_sequence, rows):
-    """Arguments of `sequence_bias`, for rows alike."""
+    """Returns arguments of `sequence_bias`, for rows alike."""
     longest = max(map(len, bias_by_sequence))
     ids_WL = np.array([[-1] * (longest - len(ids)) + [*ids] for ids in bias_by_sequence])
     bias_W = np.array([*bias_by_sequence.values()], np.float32)
@@ -72,7 +74,7 @@ def sequence_biases(bias_by_sequence, rows):
 
 
 def sequence_bias(given, logits_BV, context):
-    """A bias on the last token of each sequence, where the text ends in the others."""
+    """Adds a bias to the last token of each sequence if the text ends in the other tokens."""
     ids_BWL = given["ids"]
     B, _, L = ids_BWL.shape
     index_BL = context.position_B[:, None] - jnp.arange(L - 1, 0, -1)

@@ -1,4 +1,4 @@
-"""Logits processors of your own in one compiled loop: seven of them, a few lines each.
+"""Your own logits processors in one compiled loop: seven of them, a few lines each.
 
 The rows share a program. The arguments are numbers of each row, traced: others compile nothing.
 
@@ -16,17 +16,17 @@ import xinfer_jax as xj
 
 
 def keep(kept_BV, logits_BV):
-    """The logits of these tokens and of the most likely one."""
+    """Returns the logits of these tokens and of the most likely one."""
     return jnp.where(kept_BV | (logits_BV == logits_BV.max(-1, keepdims=True)), logits_BV, -jnp.inf)
 
 
 def epsilon(epsilon_B, logits_BV, context):
-    """No token below a probability (Hewitt et al. 2022)."""
+    """Allows no token below a probability (Hewitt et al. 2022)."""
     return keep(jax.nn.softmax(logits_BV) >= epsilon_B[:, None], logits_BV)
 
 
 def eta(epsilon_B, logits_BV, context):
-    """A smaller least probability where the distribution is flat (Hewitt et al. 2022)."""
+    """Uses a smaller least probability if the distribution is flat (Hewitt et al. 2022)."""
     probability_BV = jax.nn.softmax(logits_BV)
     entropy_B = -jnp.sum(jax.scipy.special.xlogy(probability_BV, probability_BV), -1)
     least_B = jnp.minimum(epsilon_B, jnp.sqrt(epsilon_B) * jnp.exp(-entropy_B))
@@ -34,14 +34,14 @@ def eta(epsilon_B, logits_BV, context):
 
 
 def top_n_sigma(n_B, logits_BV, context):
-    """No token more than n standard deviations below the best (Tang et al. 2024)."""
+    """Allows no token more than n standard deviations below the best (Tang et al. 2024)."""
     finite_BV = logits_BV > -jnp.inf
     sigma_B = jnp.std(logits_BV, -1, where=finite_BV)
     return keep(logits_BV >= (logits_BV.max(-1) - n_B * sigma_B)[:, None], logits_BV)
 
 
 def xtc(settings, logits_BV, context):
-    """Sometimes only the least likely of the tokens above a threshold, and those below it."""
+    """Sometimes keeps only the least likely of the tokens above a threshold, and the tokens below it."""
     probability_BV = jax.nn.softmax(logits_BV)
     above_BV = probability_BV > settings["threshold"][:, None]
     least_B1 = jnp.where(above_BV, probability_BV, 2).min(-1, keepdims=True)
@@ -50,7 +50,7 @@ def xtc(settings, logits_BV, context):
 
 
 def longer_ends(settings, logits_BV, context):
-    """EOS tokens become likelier with each token after a number of them."""
+    """Makes EOS tokens likelier with each token after a number of them."""
     over_B = jnp.maximum(context.num_generated_B - settings["start"], 0)
     ends_BV = jnp.any(context.eos_BE[:, :, None] == jnp.arange(logits_BV.shape[1]), 1)
     more_BV = jnp.abs(logits_BV) * (settings["factor"] ** over_B - 1)[:, None]
@@ -58,7 +58,7 @@ def longer_ends(settings, logits_BV, context):
 
 
 def dry(settings, logits_BV, context):
-    """Less of the token that would repeat a long sequence of tokens; `decode_loop` needs `history_BS`."""
+    """Lowers the token that would repeat a long sequence of tokens. `decode_loop` needs `history_BS`."""
     history_BS = context.history_BS
     B, S = history_BS.shape
     same_BS = (jnp.arange(S) > 0) & (jnp.arange(S) < context.position_B[:, None])
@@ -78,7 +78,7 @@ def dry(settings, logits_BV, context):
 
 
 def green_tokens(secret, token_B, vocab_size):
-    """bool [B, V]: the half of the vocabulary that a token makes likelier after it."""
+    """Returns bool [B, V]: the half of the vocabulary that a token makes likelier after it."""
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(secret), token_B)
     return jax.vmap(lambda key: jax.random.bernoulli(key, shape=(vocab_size,)))(keys_B)
 
@@ -94,7 +94,9 @@ watermark = xj.LogitsProcessor(
 
 
 def watermark_score(tokens, vocab_size):
-    """Standard deviations by which an answer has more green tokens than chance (Kirchenbauer et al. 2023)."""
+    """Returns standard deviations by which an answer has more green tokens than chance (Kirchenbauer et al.
+    2023).
+    """
     green_TV = green_tokens(SECRET, jnp.array([0, *tokens[:-1]]), vocab_size)
     found = np.asarray(green_TV)[np.arange(len(tokens)), tokens].sum()
     return (found - len(tokens) / 2) / np.sqrt(len(tokens) / 4)

@@ -1,8 +1,8 @@
-"""A model family of your own, without a fork: `xj.register` adds it to the registry of families.
+"""Your own model family, without a fork: `xj.register` adds it to the registry of families.
 
 Parrot is like Llama, with norms of each head of queries and keys, with an MLP without a gate, and with other
 names of tensors. Mixers, feed-forwards, routers, cache dtypes and forms of tool calls are added in this way
-too: `xinfer_jax/plugins.py` has the registries, and an entry is like those that it names.
+too: `xinfer_jax/plugins.py` has the registries, and an entry has the form of the entries there.
 
     python scripts/examples/own_family.py
 """
@@ -19,7 +19,7 @@ from xinfer_jax.families.family import Family, Names
 
 
 def read_parrot(hf, layers):
-    """The fields of `ModelConfig` that config.json says in a way of its own."""
+    """Returns the fields of `ModelConfig` that config.json names in another way."""
     layer = LayerSpec((AttentionSpec(qk_norm="head"),), MlpSpec(gated=False))
     return dict(layers=(layer,) * layers, hidden_act="relu2")
 

@@ -1,7 +1,7 @@
-"""A common prefix of several calls is prefilled once and stored in a file; the next calls prefill only new
+"""A common prefix of several calls is prefilled once and stored in a file. The next calls prefill only new
 tokens.
 
-python scripts/examples/reuse_a_prefix.py
+    python scripts/examples/reuse_a_prefix.py
 """
 
 from checkout import start

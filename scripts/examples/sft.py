@@ -2,7 +2,7 @@
 Orbax keeps parameters and optimizer state while it trains, and the result is saved as a checkpoint that
 transformers opens too.
 
-    pip install '.[train]'; python scripts/examples/sft.py
+    pip install '.[train]' && python scripts/examples/sft.py
 """
 
 from checkout import start
@@ -30,8 +30,9 @@ def question(country):
 
 
 def pack(texts):
-    """Rows of texts, each a pair of lists of ids, prompt and answer: a text goes to the first row with space.
-    Returns tokens, segment ids, from 1, and whether token t+1 is of an answer, [B, T-1] as `score`.
+    """Returns rows of texts, each a pair of lists of ids, prompt and answer: a text goes to the first row
+    with space. The result is tokens, segment ids, from 1, and True if token t+1 belongs to an answer, [B,
+    T-1] like the result of `score`.
     """
     rows = []
     for prompt, answer in texts:

@@ -1,9 +1,9 @@
-"""Speculative decoding: one pass verifies several draft tokens. The tokens equal those of plain decoding with
-the same key, greedy or sampled; only the time differs.
+"""Speculative decoding: one pass verifies several draft tokens. The tokens equal the tokens of plain decoding
+with the same key, greedy or sampled. Only the time differs.
 
-Here the draft tokens come from prompt lookup: those that followed the last tokens at an earlier position.
-`draft=xj.load_model(...)` uses a draft model. `draft` may also be your own function, which is traced:
-(history_BS, length_B, count) -> int32 [B, count].
+Here the draft tokens come from prompt lookup: they are the tokens that followed the last tokens at an earlier
+position. `draft=xj.load_model(...)` uses a draft model. `draft` may also be your own function, which is
+traced: (history_BS, length_B, count) -> int32 [B, count].
 
     python scripts/examples/speculative_decoding.py
 """

@@ -35,17 +35,19 @@ _MAXTEXT_NORMS = dict(
 
 
 def _inputs_first(x: jax.Array, config: xj.ModelConfig) -> jax.Array:
-    """A projection [inputs, heads, H] as [outputs, inputs]."""
+    """Returns a projection [inputs, heads, H] as [outputs, inputs]."""
     return x.reshape(config.hidden_size, -1).T
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """A projection [heads, inputs, H] as [outputs, inputs]."""
+    """Returns a projection [heads, inputs, H] as [outputs, inputs]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1])
 
 
 def from_tunix_qwen3(state: dict, config: xj.ModelConfig) -> dict:
-    """The parameters of the `to_pure_dict` of an nnx state: heads apart, inputs first."""
+    """Returns the parameters of the `to_pure_dict` of an nnx state, in which heads are separate and inputs
+    are first.
+    """
     tensors = {
         "model.embed_tokens.weight": state["embedder"]["input_embedding"],
         "model.norm.weight": state["final_norm"]["w"],
@@ -63,7 +65,9 @@ def from_tunix_qwen3(state: dict, config: xj.ModelConfig) -> dict:
 
 
 def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
-    """Heads first, keys and values in one array; norms as in the files, without their offset of 1."""
+    """Returns the parameters of a tree in which heads are first, and keys and values are in one array. Norms
+    are as in the files, without their offset of 1.
+    """
     tensors = {
         "model.embed_tokens.weight": state["embedder"]["input_embedding"],
         "model.norm.weight": state["final_norm"]["scale"],
@@ -82,7 +86,7 @@ def from_tunix_gemma3(state: dict, config: xj.ModelConfig) -> dict:
 
 
 def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
-    """Layers stacked along axis 1, inputs first."""
+    """Returns layers stacked along axis 1, inputs first."""
     decoder = tree["decoder"]
     tensors = {
         "model.embed_tokens.weight": tree["token_embedder"]["embedding"],
@@ -103,7 +107,7 @@ def from_maxtext_qwen3(tree: dict, config: xj.ModelConfig) -> dict:
 
 
 def tunix_qwen3() -> dict:
-    """Shapes of such a state."""
+    """Returns shapes of such a state."""
     layer = dict(
         attn={f"{x}_proj": dict(w=(D, heads, H)) for x, heads in dict(q=N, k=K, v=K).items()}
         | dict(o_proj=dict(w=(N, H, D)), q_norm=dict(w=(H,)), k_norm=dict(w=(H,))),
@@ -116,7 +120,7 @@ def tunix_qwen3() -> dict:
 
 
 def tunix_gemma3() -> dict:
-    """Shapes of such a state."""
+    """Returns shapes of such a state."""
     layer = dict(
         attn=dict(
             q_einsum=dict(w=(N, D, H)), kv_einsum=dict(w=(2, K, D, H)), attn_vec_einsum=dict(w=(N, H, D)),
@@ -130,7 +134,7 @@ def tunix_gemma3() -> dict:
 
 
 def maxtext_qwen3() -> dict:
-    """Shapes of such a tree."""
+    """Returns shapes of such a tree."""
     attention = {x: dict(kernel=(D, L, heads, H)) for x, heads in dict(query=N, key=K, value=K).items()}
     attention |= dict(out=dict(kernel=(N, L, H, D)))
     attention |= {f"{x}_norm": dict(scale=(H, L)) for x in ("query", "key")}

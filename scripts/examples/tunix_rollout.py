@@ -3,7 +3,7 @@
     rollout_engine=functools.partial(EngineRollout, model=xj.load_model(path), convert=from_tunix_qwen3)
 
 in its ClusterConfig, with a conversion of trees_of_others.py. Weights are replaced between two steps, without
-compiling. Where tunix is not installed, the class stands alone, as the program shows.
+compiling. If tunix is not installed, the class stands alone, as the program shows.
 
     python scripts/examples/tunix_rollout.py
 """
@@ -32,9 +32,9 @@ class EngineRollout(BaseRollout):
 
     Args:
         model: an `xj.Model`.
-        convert: (tunix's parameters as a pure dict, config) -> a tree of this library; None: they are one.
-        rollout_actor, tokenizer, mesh, rollout_config: what tunix gives; the model has its own.
-        engine: further arguments of `xj.Engine`, as rows and capacity.
+        convert: (tunix's parameters as a pure dict, config) -> a tree of this library. None: they are one.
+        rollout_actor, tokenizer, mesh, rollout_config: the arguments that tunix gives. The model has its own.
+        engine: further arguments of `xj.Engine`, for example rows and capacity.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineRollout(BaseRollout):
         self._calls = 0
 
     def generate(self, prompts, rollout_config, **kwargs):
-        """Prompts are texts; tokens of answers have the EOS id."""
+        """Generates answers. Prompts are texts. Tokens of answers have the EOS id."""
         model = self.model()
         ids = [model.tokenizer.encode(prompt) for prompt in prompts]
         width = rollout_config.max_prompt_length
@@ -81,13 +81,17 @@ class EngineRollout(BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens, completion_tokens):
-        """float32 [B, completion]: at temperature 1; 0 after EOS. Prompts are padded on the left."""
+        """Returns log-probabilities at temperature 1, float32 [B, completion]. They are 0 after EOS. Prompts
+        are padded on the left.
+        """
         ends = self.pad_id(), self.eos_id()
         model = self.model()
         return _logprobs(model.params, model.config, *ends, prompt_tokens, completion_tokens)
 
     def update_params(self, params, filter_types=None):
-        """All parameters; a part of them, as LoRA's, lacks leaves, which the conversion names."""
+        """Replaces all parameters. A part of them, such as LoRA's, lacks leaves, which the conversion
+        names.
+        """
         params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
         self.engine.update(self._convert(params) if self._convert else params)
 

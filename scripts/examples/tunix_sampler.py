@@ -41,10 +41,10 @@ class EngineSampler:
 
     Args:
         model: an `xj.Model`.
-        convert: (tunix's parameters as a pure dict, config) -> a tree of this library; None: they are one.
-        mode: what becomes of unfinished answers when weights are replaced, as in `Engine.update`.
-        engine: further arguments of `xj.Engine`, as rows and capacity. `routed_experts=True` is for experts
-            of a mixture, and `support=True` for sampling masks.
+        convert: (tunix's parameters as a pure dict, config) -> a tree of this library. None: they are one.
+        mode: the fate of unfinished answers when weights are replaced, as in `Engine.update`.
+        engine: further arguments of `xj.Engine`, for example rows and capacity. `routed_experts=True` is for
+            experts of a mixture, and `support=True` for sampling masks.
     """
 
     def __init__(self, model, convert=None, mode="continue", **engine):
@@ -55,7 +55,7 @@ class EngineSampler:
     # --- Lifecycle ---
 
     def initialize(self):
-        """The engine is made by the constructor."""
+        """Does nothing: the constructor makes the engine."""
 
     async def start(self, **kwargs):
         """Starts the engine's thread. A second call does nothing."""
@@ -78,18 +78,19 @@ class EngineSampler:
         return True
 
     async def get_mesh(self, **kwargs):
-        """The mesh of the parameters; None: they are on one device."""
+        """Returns the mesh of the parameters. None: they are on one device."""
         return getattr(self._params["final_norm"].sharding, "mesh", None)
 
     # --- Inference ---
 
     async def sample(self, sampling_requests, **kwargs):
-        """One response for each request, in their order; for a single request its response. A request that
-        the engine rejects has a response with an `error`, and the others are sampled.
+        """Returns one response for each request, in their order. For a single request it returns its
+        response. A request that the engine rejects has a response with an `error`, and the others are
+        sampled.
 
-        A prompt is a text, token ids, or the messages of a chat. Log-probabilities are those of the
-        distribution that was sampled from. `metadata` has the version of the weights of each token
-        (`policy_versions`), and with `support=True` the sampling masks, as `xj.score` takes them.
+        A prompt is a text, token ids, or the messages of a chat. Log-probabilities are from the distribution
+        that was sampled from. `metadata` has the version of the weights of each token (`policy_versions`),
+        and with `support=True` the sampling masks, as `xj.score` takes them.
         """
         await self.start()
         if isinstance(sampling_requests, list | tuple):
@@ -137,7 +138,7 @@ class EngineSampler:
         )
 
     def _encode(self, prompt):
-        """A text is tokenized as it is: tunix has applied the chat template."""
+        """Returns the ids of a prompt. A text is tokenized as it is: tunix has applied the chat template."""
         if isinstance(prompt, str):
             return self.engine.model.tokenizer.encode(prompt)
         is_chat = isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict)
@@ -155,18 +156,18 @@ class EngineSampler:
     # --- Weights ---
 
     def get_target_state(self):
-        """Shapes and dtypes of the parameters."""
+        """Returns shapes and dtypes of the parameters."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._params)
 
     async def get_weight_sync_metadata(self, **kwargs):
-        """The shardings of the parameters."""
+        """Returns the shardings of the parameters."""
         return jax.tree.map(lambda x: x.sharding, self._params)
 
     async def bind_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing is bound: the request of `weight_sync` brings the weights."""
+        """Binds nothing: the request of `weight_sync` brings the weights."""
 
     async def pre_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing is staged."""
+        """Stages nothing."""
 
     async def weight_sync(self, sync_request=None, **kwargs):
         """Replaces the weights between two steps by `sync_request.weights`, without compiling, and returns
@@ -182,17 +183,17 @@ class EngineSampler:
         return sync_request.policy_version
 
     async def post_weight_sync(self, sync_request=None, **kwargs):
-        """The new weights are in use already."""
+        """Does nothing: the new weights are in use already."""
 
     async def abort_weight_sync(self, sync_request=None, **kwargs):
-        """Nothing was staged: the weights are the old ones, or the new ones."""
+        """Does nothing, because nothing was staged: the weights are the old ones, or the new ones."""
 
     async def get_transfer_status(self, req_id, **kwargs):
         """`weight_sync` returns when the weights are replaced."""
         return "SUCCESS"
 
     async def migrate_kv_cache(self, source_server_id, target_server_id, token_ids, **kwargs):
-        """False: keys and values stay where they are."""
+        """Returns False: keys and values stay on their server."""
         return False
 
     @property

@@ -1,1 +1,1 @@
-"""Counts what compiled GPU programs do, and checks cards."""
+"""Counts the operations and bytes of compiled GPU programs, and checks cards."""

@@ -1,15 +1,16 @@
-"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens.
+"""Tests whether two ways to run a model agree: their logits along one forced sequence of tokens are compared.
 
-Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
-quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
+Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16. The bounds for
+float16 are a quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to
+512 tokens:
 
 - Blocked jnp and emulated kernels, both in bfloat16, differ from each other by an RMS of at most 0.018 for
-  the 0.5B shape and 0.022 for any; at a position by at most 0.034 and 0.051. Their ids differ only where the
-  two best logits are closer than 0.016.
+  the 0.5B shape, and 0.022 for any shape. At a position they differ by at most 0.034 and 0.051. Their ids
+  differ only if the two best logits are closer than 0.016.
 - Both differ from the same model in float32 by 0.009 (one layer), 0.019 (four) to 0.031 (28), and at a
   position by at most 0.048 (four) and 0.091.
-- Attention's scale 5% too large gives an RMS of 0.052 or more (one layer: 0.040), for the 0.5B shape 0.094; a
-  shorter window, none, twice the RoPE theta or keys one slot off give 0.22 or more.
+- If attention's scale is 5% too large, the RMS is 0.052 or more (one layer: 0.040), and 0.094 for the 0.5B
+  shape. A shorter window, no window, twice the RoPE theta or keys one slot off give 0.22 or more.
 """
 
 import dataclasses
@@ -41,19 +42,19 @@ LEAST_FRACTION = 0.25  # of all ids: in 152k random logits 0.42 of the best two 
 
 
 class Forced(NamedTuple):
-    """What a model gives after each token of a forced sequence."""
+    """The outputs of a model after each token of a forced sequence."""
 
     logits_BTV: jax.Array  # float32
     id_BT: jax.Array  # int32: greedy ids, by the model's own argmax
 
 
 def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize: str | None = None) -> Any:
-    """Random parameters with which a wrong attention shows in the logits.
+    """Returns random parameters with which a wrong attention shows in the logits.
 
     `init_params` gives attention scores of deviation 1: over hundreds of keys their weights are almost equal,
     and a wrong scale changes little. `SPREAD` times as large, a few dozen keys have most of the weight.
-    Larger factors also amplify rounding: at 3 a scale wrong by 5% shows 3.5 times as much as bfloat16, at
-    1.5 it shows 6.5 times as much (480 tokens).
+    Larger factors also amplify rounding: at 3 a scale wrong by 5% shows 3.5 times as much as bfloat16, at 1.5
+    it shows 6.5 times as much (480 tokens).
     """
     params = xj.init_params(config, key, dtype, quantize)
 
@@ -72,7 +73,7 @@ def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize
 
 
 def float32_params(params: Any) -> Any:
-    """The parameters in float32; quantized matrices are dequantized."""
+    """Returns the parameters in float32. Quantized matrices are dequantized."""
 
     def leaf(x: Any) -> jax.Array:
         return x.dequantize() if is_quantized(x) else jnp.asarray(x, jnp.float32)
@@ -84,8 +85,8 @@ def float32_params(params: Any) -> Any:
 def forced(
     params: Any, config: xj.ModelConfig, tokens_BT: Any, cache: xj.KVCache, prompt: int, impl: str | None
 ) -> Forced:
-    """The model along these tokens: a prefill of the first `prompt` ones, then a decode step for each other.
-    The cache is empty; its kind and dtype are those to check.
+    """Runs the model along these tokens: a prefill of the first `prompt` ones, then a decode step for each
+    other. The cache is empty. Its kind and dtype are the ones to check.
     """
 
     run_config = RunConfig(impl)
@@ -109,13 +110,13 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
     """Compares two ways to run a model along the same tokens: all logits by number, and the greedy ids
     wherever the two best logits differ by more than the bound.
 
-    The root mean square is taken for each row, its prefill and its decode steps on their own: an error of
-    one kernel must not disappear among the positions of the other.
-    dtype: of the activations; the bounds depend on it.
+    The root mean square is taken for each row, its prefill and its decode steps on their own: an error of one
+    kernel must not disappear among the positions of the other. dtype: the dtype of the activations. The
+    bounds depend on it.
 
     Returns:
-        The differences, how many ids were compared and their bounds, and "ok": all are within the bounds, and
-        enough ids were compared.
+        The differences, the number of ids that were compared, their bounds, and "ok": all are within the
+        bounds, and enough ids were compared.
     """
     off = {name: np.asarray(x) for name, x in _differences(got, want).items()}
     factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
@@ -173,14 +174,14 @@ class ForcedModel:
     def forced(
         self, tokens_BT: Any, prompt: int, impl: str | None, params: Any = None, cache_dtype: Any = None
     ) -> Forced:
-        """The model along these tokens. impl: None: the kernels. params: others than its own."""
+        """Returns the model along these tokens. impl: None: the kernels. params: others than its own."""
         cache = xj.init_cache(self._config, *tokens_BT.shape, cache_dtype or self._dtype)
         params = self.params() if params is None else params
         return forced(params, self._config, tokens_BT, cache, prompt, impl or self._kernels)
 
     def agreement(self, want: Callable[[Any, int], Forced] | None = None) -> dict[str, Any]:
-        """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
-        want: gives the reference along tokens with a prompt of a number of them; None: this model with XLA.
+        """Compares the logits of kernels and XLA along a forced sequence. Also reports which kernels ran.
+        want: gives the reference along tokens with a prompt of a number of them. None: this model with XLA.
         """
         prompt, length = (40, 80) if self._plan.tiny else (512, 576)
         draws = np.random.default_rng(0)

@@ -50,7 +50,7 @@ def start(platform: str, sections: Sequence[Section]) -> None:
     """Parses the flags, runs the program and exits.
 
     Args:
-        platform: of the devices, as jax names it.
+        platform: the platform of the devices, as jax names it.
         sections: most important first.
     """
     flags.adopt_module_key_flags(sys.modules[__name__])
@@ -112,8 +112,8 @@ def child_command(platform: str, out: Path, section: Section, first: int, second
 
 
 def environment(out: Path) -> dict[str, str]:
-    """The environment of child processes: they import from the checkout, share compiled programs, and do not
-    preallocate the GPU's memory.
+    """Returns the environment of child processes: they import from the checkout, share compiled programs, and
+    do not preallocate the GPU's memory.
     """
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH")))),

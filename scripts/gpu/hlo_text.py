@@ -29,7 +29,7 @@ class Array(NamedTuple):
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element; int4 has half of one."""
+        """The bytes of an element. int4 has half of one."""
         bits = _BITS.get(self.dtype) or int(_first(r"^[a-z]+(\d+)", self.dtype) or 0)
         return bits / 8
 
@@ -39,7 +39,9 @@ class Array(NamedTuple):
 
     @property
     def is_in_hbm(self) -> bool:
-        """Whether it is in device memory: not if its layout has S(n). Single numbers do not count."""
+        """Returns True if the array is in device memory. It is not if its layout has S(n). Single numbers do
+        not count.
+        """
         return "S(" not in self.layout and self.size > 1
 
 
@@ -72,22 +74,24 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a loop; None: unknown."""
+        """Iterations of a loop. None: unknown."""
         count = _first(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(count) if count else None
 
     @property
     def takes_cycles(self) -> bool:
-        """Whether a TPU takes cycles to run it, as XLA schedules it."""
+        """Returns True if a TPU takes cycles to run the instruction, as XLA schedules it."""
         return int(_first(r'"estimated_cycles":"(\d+)"', self.attributes) or 0) > 0
 
     def called(self, key: str) -> str:
-        """The computation that this attribute names."""
+        """Returns the computation that this attribute names."""
         return _first(rf"\b{key}=%?([\w.\-]+)", self.attributes)
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The computations of a conditional, in the order of jax's branches: that of False first."""
+        """The computations of a conditional, in the order of jax's branches: the computation of False
+        first.
+        """
         if names := _first(r"branch_computations=\{([^}]*)\}", self.attributes):
             return tuple(name.strip().lstrip("%") for name in names.split(","))
         return self.called("false_computation"), self.called("true_computation")
@@ -109,7 +113,7 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def users(self, name: str) -> list[Instruction]:
-        """The instructions that read a result."""
+        """Returns the instructions that read a result."""
         return [instruction for instruction in self.instructions if name in instruction.operands]
 
 
@@ -122,7 +126,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """The computations of a compiled module's text."""
+    """Returns the computations of a compiled module's text."""
     computations = {}
     entry = ""
     name = ""
@@ -159,7 +163,7 @@ def _parse_instruction(match: re.Match[str]) -> Instruction:
 
 
 def parse_arrays(shape: str) -> tuple[Array, ...]:
-    """The arrays of a shape, which may be a tuple."""
+    """Returns the arrays of a shape, which may be a tuple."""
     found = ((dtype, re.sub(r"[<=]", "", dims), layout) for dtype, dims, layout in _SHAPE.findall(shape))
     return tuple(
         Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout) for dtype, dims, layout in found
@@ -167,7 +171,7 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str) -> int:
-    """The position behind the parenthesis that closes the first one."""
+    """Returns the position behind the parenthesis that closes the first one."""
     depth = 0
     quoted = False
     for at, letter in enumerate(text):

@@ -82,7 +82,7 @@ class KernelCall(NamedTuple):
         return kernels_pallas.run_kernel(self.impl, self.kernel, *args, **arrays, **self.options)
 
     def error(self) -> float:
-        """The largest relative error of a row of the results."""
+        """Returns the largest relative error of a row of the results."""
         args, arrays = self.arguments()
         got = jax.jit(self.run)(*args, **arrays)
         want = jax.jit(partial(REFERENCES[self.kernel], **self.options))(*args, **arrays)
@@ -90,8 +90,8 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(impl: str) -> Iterator[KernelCall]:
-    """All calls of one implementation: mosaic, triton or tpu. Emulated ones (interpret, interpret_tpu) are
-    few and small.
+    """Yields all calls of one implementation: mosaic, triton or tpu. Emulated ones (interpret, interpret_tpu)
+    are few and small.
     """
     is_tpu = impl.endswith("tpu")
     is_tiny = impl.startswith("interpret")
@@ -112,7 +112,7 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
 
 
 def _takes(impl: str, is_tpu: bool, keys: str, width: int, dtype: str) -> bool:
-    """Whether an implementation has such keys."""
+    """Returns True if an implementation supports such keys."""
     if is_tpu:
         return keys != "int4" and dtype == "bfloat16" and width in (64, 128, 256, 512)
     return impl != "mosaic" or not (keys.startswith("int") or width > 256 or dtype == "float32")
@@ -147,8 +147,8 @@ def _attention_arguments(is_tpu: bool, keys: str, width: int, dtype: str, T: int
 def _cache(
     is_tpu: bool, keys: str, width: int, dtype: str, B: int, T: int, K: int
 ) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
-    """Keys and values of rows that end with T new tokens; their lengths; the table of pages. What no row has
-    is NaN.
+    """Returns keys and values of rows that end with T new tokens, their lengths, and the table of pages.
+    Slots that no row has are NaN.
     """
     slots = _PAGES * _PAGE
     length_B = np.resize(np.array([T, T + 301, slots], np.int32), B)
@@ -207,7 +207,9 @@ def _greedy_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
 
 
 def _argmax_arguments(V: int, dtype: str) -> Arguments:
-    """Rows with many equal numbers; a row with NaN, a row of zeros of both signs, a row of -inf."""
+    """Returns rows with many equal numbers, a row with NaN, a row of zeros of both signs, and a row of
+    -inf.
+    """
     x_BV = jnp.round(random(0, (5, V), jnp.float32), 1)
     x_BV = x_BV.at[1, V // 3 : V // 3 + 2].set(jnp.nan)
     x_BV = x_BV.at[2].set(jnp.copysign(0, x_BV[2])).at[3].set(-jnp.inf)
@@ -215,8 +217,8 @@ def _argmax_arguments(V: int, dtype: str) -> Arguments:
 
 
 def _head_arguments(rows: int, D: int, V: int, dtype: str = "bfloat16") -> Arguments:
-    """Integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every maximum
-    does too.
+    """Returns integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every
+    maximum does too.
     """
     x_BD, weight_VD = (
         jnp.round(random(i, shape, jnp.float32)) for i, shape in enumerate(((rows, D), (V, D)))
@@ -246,7 +248,7 @@ def _sampler_calls(impl: str) -> Iterator[KernelCall]:
 
 
 def _matrix(kind: str, seed: int, outputs: int, inputs: int) -> Matrix:
-    """A matrix in a format, whose numbers have a deviation of about inputs**-0.5."""
+    """Returns a matrix in a format, whose numbers have a deviation of about inputs**-0.5."""
     scale = inputs**-0.5
     if kind == "int8":
         return Matrix(_integers(seed, (outputs, inputs), "int8"), jnp.full(outputs, scale / 73, jnp.float32))
@@ -284,7 +286,9 @@ def _product_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCal
 
 
 def _up_arguments(kind: str, rows: int, F: int, D: int, adapters: int = 0) -> Arguments:
-    """Norm, gate, up and activation in one launch; with more than 64 rows without the norm."""
+    """Returns the arguments of norm, gate, up and activation in one launch. With more than 64 rows there is
+    no norm.
+    """
     matrices = [_matrix(kind, seed, F, D) for seed in (1, 2)]
     if adapters:
         a_NRI = (random(4, (adapters, 16, D), jnp.float32) * D**-0.5).astype(jnp.bfloat16)
@@ -328,7 +332,7 @@ def _expert_arguments(
 
 
 def _expert_stack(kind: str, seed: int, X: int, outputs: int, inputs: int) -> Any:
-    """The matrices of X experts."""
+    """Returns the matrices of X experts."""
     if kind == "mxfp4":
         groups = (X, inputs // 32)
         scale = _integers(seed, (*groups, outputs), "uint8") % 4 + 118
@@ -338,7 +342,7 @@ def _expert_stack(kind: str, seed: int, X: int, outputs: int, inputs: int) -> An
 
 
 def _experts_one_by_one(x_MD, weight_MU, expert_MU, *stacks, **options) -> jax.Array:
-    """The reference, of one expert after the other: all at once would take gigabytes."""
+    """Returns the reference, of one expert after the other: all at once would take gigabytes."""
 
     def add(sum_MD, part):
         number, *of_expert = part
@@ -369,7 +373,9 @@ def _delta_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall]
 
 
 def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: str) -> Arguments:
-    """Each third row has no token. With draft tokens a row holds as many slots more, and where they are."""
+    """Returns the arguments of a step. Each third row has no token. With draft tokens a row holds the same
+    number of slots more, and their positions.
+    """
     is_draft = 1 < T < 64
     slots = 3 + T * is_draft
     sizes = K * H, K * H, N * Y, N * Y, N, N

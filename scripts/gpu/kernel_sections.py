@@ -1,5 +1,5 @@
 """Sections of check_gpu.py and check_tpu.py for kernels: their calls are compared with the references, and
-timed; on GPUs beside XLA.
+timed. On GPUs XLA is timed too.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ _OUR_RESULTS: dict[str, jax.Array] = {}  # results of our kernel, by kernel and 
 
 
 def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
-    """The cases of one implementation of the kernels, at the models' shapes."""
+    """Yields the cases of one implementation of the kernels, at the models' shapes."""
 
     def cases(plan: SimpleNamespace) -> Iterator[Case]:
         runs = emulated(plan) or impl
@@ -85,7 +85,7 @@ def timing_case(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: 
 
 
 def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Callable) -> dict[str, Any]:
-    """Milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
+    """Returns milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
     call, args = job(*arguments(kernel, *shape))
     work, kind = least_work(kernel, *shape)
     rate = limit(plan.tiny, kind)
@@ -107,7 +107,7 @@ def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Call
 
 
 def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0) -> tuple:
-    """Arguments of the reference, in bfloat16 (float32 logits for argmax)."""
+    """Returns arguments of the reference, in bfloat16 (float32 logits for argmax)."""
     N, K, H, D, V = MODELS[model]
     if kernel == "argmax":
         return (random(0, (rows, V), jnp.float32),)
@@ -121,7 +121,7 @@ def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, c
 def least_work(
     kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0
 ) -> tuple[float, str]:
-    """The least bytes or FLOP of the call, and which of the two."""
+    """Returns the least bytes or FLOP of the call, and which of the two."""
     N, K, H, D, V = MODELS[model]
     if kernel == "prefill_attention":
         return 2 * rows * N * H * T * length, "flops"
@@ -142,7 +142,7 @@ def ours(kernel: str, impl: str, *args: jax.Array) -> tuple[Callable, tuple]:
 
 
 def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
-    """The product by XLA, as the library computes it without kernels."""
+    """Returns the product by XLA, as the library computes it without kernels."""
     if kernel == "argmax":
         return partial(jnp.argmax, axis=-1), args
     if kernel == "lm_head_argmax":
@@ -157,7 +157,7 @@ def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
 
 
 def references(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of all calls that have a reference, with the implementations that this device has."""
+    """Yields cases of all calls that have a reference, with the implementations that this device has."""
     if plan.tiny or plan.platform == "tpu":
         impls = [emulated(plan) or "tpu"]
     else:

@@ -27,8 +27,8 @@ ANSWER = "Paris"
 
 
 def logits(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in float32, and
-    of float16. Models have 4 layers, which compile in a sixth of the time of all.
+    """Yields cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in
+    float32, and of float16. Models have 4 layers, which compile in a sixth of the time of all.
     """
     names = ("tiny",) if plan.tiny else ("qwen2.5-0.5b", "qwen2.5-7b")
     for name in names:
@@ -49,7 +49,7 @@ def against_float32(model: ForcedModel) -> dict[str, Any]:
 
 
 def run_program(name: str, *flags: str) -> dict[str, Any]:
-    """Runs a program of scripts/ and returns the JSON object of its last line, and whether it succeeded."""
+    """Runs a program of scripts/ and returns the JSON object of its last line, and True if it succeeded."""
     done = subprocess.run([sys.executable, SCRIPTS / name, *flags], capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{name} {' '.join(flags)}: {done.stderr[-1000:]}")
@@ -57,7 +57,7 @@ def run_program(name: str, *flags: str) -> dict[str, Any]:
 
 
 def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
-    """A case of bench.py with 1 row and with 32."""
+    """Yields a case of bench.py with 1 row and with 32."""
     sizes = ["--prompt_lengths=512", "--batch_sizes=1,32", "--new_tokens=128"]
     if plan.tiny:
         model = "tiny"
@@ -67,7 +67,7 @@ def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
 
 
 def bench_figures(given: list[str]) -> dict[str, Any]:
-    """Medians of each batch, and their fractions of the limits that bench.py measures."""
+    """Returns medians of each batch, and their fractions of the limits that bench.py measures."""
     figures = {}
     for row in run_program("bench.py", *given)["rows"]:
         rows = row["rows"]
@@ -85,13 +85,13 @@ def kernels_and_xla(model: str, plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def decoding(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of packed weights, sampling, and draft tokens by prompt look-up."""
+    """Yields cases of packed weights, sampling, and draft tokens by prompt look-up."""
     for flag in ("--quantize=int8", "--quantize=int4", "--sampled", "--draft=lookup"):
         yield from speeds(plan, "qwen2.5-0.5b", flag)
 
 
 def engine(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of an engine: a request has the same bits alone and next to other requests."""
+    """Yields cases of an engine: a request has the same bits alone and next to other requests."""
     sizes = ["--requests=6", "--longest=70"] if plan.tiny else ["--requests=100", "--longest=200", "--rows=8"]
     models = ("",) if plan.tiny else ("", "--cache_dtype=int8", "--families=gemma3,qwen3_moe")
     for model in models:
@@ -100,7 +100,7 @@ def engine(plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def bundled(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of the bundled checkpoint: its text, also by an engine, and gradients."""
+    """Yields cases of the bundled checkpoint: its text, also by an engine, and gradients."""
     model = cache(partial(xj.load_model, dtype="float32" if plan.tiny else "bfloat16"))
     kernels = "xla" if plan.tiny else None  # emulated, this model would take minutes
 

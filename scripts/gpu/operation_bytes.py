@@ -1,8 +1,8 @@
 """Bytes of device memory that one operation of a compiled program reads and writes, and the arrays that it
 copies whole.
 
-What slices, gathers and updates in place take or change counts, in fusions too. Only arrays in device memory
-count (HBM; a TPU has others), without the padding of tiles; single numbers do not.
+The parts that slices, gathers and updates in place take or change count, in fusions too. Only arrays in
+device memory count (HBM, and a TPU has others), without the padding of tiles. Single numbers do not count.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,12 +21,13 @@ _COMPUTING = ("dot", "reduce", "convolution", "sort")
 
 
 def operation_bytes(module: Module, computation: Computation, operation: Instruction) -> tuple[float, float]:
-    """Bytes that an operation reads and writes; of one that runs beside others ("-start"), until its end.
+    """Returns the bytes that an operation reads and writes. For an operation that runs next to others
+    ("-start"), it returns the bytes until its end.
 
     Args:
-        module: of the program.
-        computation: that the operation is in.
-        operation: any that does work: not a loop, a conditional or a call.
+        module: the module of the program.
+        computation: the computation that has the operation.
+        operation: any operation that does work: not a loop, a conditional or a call.
     """
     if operation.opcode == "async-start":
         body = module.computations[operation.called("calls")]  # with one operation
@@ -46,7 +47,7 @@ def operation_bytes(module: Module, computation: Computation, operation: Instruc
 
 
 def _result_arrays(operation: Instruction) -> Sequence[Array]:
-    """The results; of an operation that ends later, those without its operands and its context."""
+    """Returns the results. If an operation ends later, they are without its operands and its context."""
     if operation.opcode == "copy-start":
         return operation.arrays[:1]
     if operation.opcode.endswith("-start") and operation.opcode.startswith(_TAKING):
@@ -61,12 +62,12 @@ def _stored_bytes(array: Array) -> float:
 
 
 def _taken_bytes(source: Array, result: Array) -> float:
-    """Bytes of a slice or gather of the source."""
+    """Returns the bytes of a slice or gather of the source."""
     return min(result.bytes, _stored_bytes(source))
 
 
 def _changed_bytes(update: Instruction, operands: list[Array]) -> float:
-    """Bytes that a change in place moves."""
+    """Returns the bytes that a change in place moves."""
     changed = operands[-1] if update.opcode.startswith("scatter") else operands[1]
     return min(changed.bytes, _stored_bytes(operands[0]))
 
@@ -96,7 +97,9 @@ def _fusion_bytes(module: Module, fusion: Instruction, operands: list[Instructio
 def _read_bytes(
     module: Module, body: Computation, name: str, array: Array, updates: Collection[str] = ()
 ) -> float:
-    """Bytes of an array that a fusion reads under this name. updates: what the fusion changes in place."""
+    """Returns the bytes of an array that a fusion reads under this name. updates: the arrays that the fusion
+    changes in place.
+    """
     if body.by_name[name] in _results(body):
         return _stored_bytes(array)
     size = 0.0
@@ -121,18 +124,18 @@ def _parameters(body: Computation, at: int) -> Iterator[str]:
 
 
 def _is_view(inner: Instruction) -> bool:
-    """Whether a fusion inside a fusion only gives an operand other tiles."""
+    """Returns True if a fusion inside a fusion only gives an operand other tiles."""
     return inner.opcode == "fusion" and "output_to_operand_aliasing" in inner.attributes
 
 
 def _results(body: Computation) -> list[Instruction]:
-    """The results of a fusion."""
+    """Returns the results of a fusion."""
     root = body.root
     return [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
 def _update_in_place(body: Computation, result: Instruction) -> Instruction | None:
-    """The instruction that changes an operand of a fusion in place, if it gives this result."""
+    """Returns the instruction that changes an operand of a fusion in place, if it gives this result."""
     update = _source(body, result)
     if update.opcode not in _UPDATING:
         return None
@@ -140,16 +143,16 @@ def _update_in_place(body: Computation, result: Instruction) -> Instruction | No
 
 
 def _source(body: Computation, instruction: Instruction) -> Instruction:
-    """The instruction that computes what others only rename."""
+    """Returns the instruction that computes the result that others only rename."""
     while instruction.opcode in _RENAMING[:3] and instruction.operands[0] in body.by_name:
         instruction = body.by_name[instruction.operands[0]]
     return instruction
 
 
 def copied_arrays(module: Module, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
-    """The results that only copy, gather or convert operands of at least half as many elements: a byte may
-    hold two numbers. A copy from HBM to VMEM as it is, or back, is none: whoever computes with the array has
-    to load it.
+    """Returns the results that only copy, gather or convert operands of at least half as many elements: a
+    byte may hold two numbers. A copy from HBM to VMEM as it is, or back, is none: whoever computes with the
+    array has to load it.
     """
     arrays = tuple(_result_arrays(operation)) if operation.opcode in _COPIES else ()
     if operation.opcode == "copy-start" and not all(array.is_in_hbm for array in operation.arrays[:2]):

@@ -1,4 +1,4 @@
-"""Counts what a compiled program does, from its text: launched operations, the bytes that they move, and
+"""Counts the work of a compiled program, from its text: launched operations, the bytes that they move, and
 copies of whole weights and caches.
 """
 
@@ -37,7 +37,7 @@ class Operation:
 
 
 class Counts(list[Operation]):
-    """What one run of a program, or of a part of it, does."""
+    """The operations of one run of a program, or of a part of it."""
 
     @property
     def bytes(self) -> float:
@@ -62,12 +62,12 @@ class ProgramCounter:
     """Counts the parts of a module.
 
     Args:
-        module: from `hlo_text.parse_module`; of one device.
-        kernel_bytes: what a Pallas kernel moves; None: its operands and results.
+        module: a module from `hlo_text.parse_module`, of one device.
+        kernel_bytes: returns the bytes that a Pallas kernel moves. None: its operands and results.
         trips: iterations of a loop whose number the text does not have.
-        branch: which branch of the conditionals of a step itself counts, as 0 and -1; None, and of the
-            conditionals within its parts: that which moves fewer bytes.
-        is_tpu: the program is compiled for a TPU.
+        branch: the branch that counts for the conditionals of a step itself, for example 0 or -1. For None,
+            and for the conditionals within its parts, it is the branch that moves fewer bytes.
+        is_tpu: True: the program is compiled for a TPU.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Compiles a program at two depths for a GPU or TPU, and reports bytes, launched operations, copies and
 temporaries of a step: per layer, next to the layers, and for the whole model. The bytes that a step has to
-move stand beside.
+move are next to them.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def _tokens(job: ProgramJob, program: str) -> int:
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
-    """Returns the bytes that a step or call has to move: weights (of experts those chosen), valid keys and
+    """Returns the bytes that a step or call has to move: weights (only of chosen experts), valid keys and
     values, recurrent states read and written, and the logits written once and read once.
     """
     config = job.config
@@ -87,9 +87,9 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
 
 
 def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
-    """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results:
-    of a cache the valid tokens, and nothing if the kernel appends to it; of experts those that the rows
-    chose. The text does not say what a kernel reads.
+    """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results.
+    For a cache they are the valid tokens, and nothing if the kernel appends to it. For experts they are the
+    ones that the rows chose. The text does not say which bytes a kernel reads.
     """
     rows = 1 if program == "engine_prefill" else job.rows
     length = min(job.length, job.capacity)
@@ -119,7 +119,7 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
 
 
 class _Compiled(NamedTuple):
-    """A program of so many layers, and what it does."""
+    """A program with this number of layers, and its counts."""
 
     layers: int
     temporaries: int  # bytes
@@ -169,12 +169,13 @@ def report(
 
     Args:
         full: the job at the model's depth.
-        weights: format of the weights.
+        weights: the format of the weights.
         program: one of `PROGRAMS`.
-        card: to compile for.
-        depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
-            without figures per layer; None: two and four periods of the layers' kinds; for a TPU, whose XLA
-            keeps the weights of few layers in VMEM during the whole loop, the model's own depth.
+        card: the card to compile for.
+        depths: the two numbers of layers to compile, the smaller one first. One number: a model with this
+            number of layers, without figures per layer. None: two and four periods of the layers' kinds. For
+            a TPU, whose XLA keeps the weights of few layers in VMEM during the whole loop, None is the
+            model's own depth.
     """
     layers = full.config.num_hidden_layers
     if depths is None:

@@ -60,7 +60,7 @@ class ProgramJob:
 
 
 class Call(NamedTuple):
-    """A jitted function and its arguments; shapes stand for what is not known before the call."""
+    """A jitted function and its arguments. Arguments that are not known before the call are shapes."""
 
     program: Any
     args: tuple[Any, ...]
@@ -72,12 +72,12 @@ class _CallFound(Exception):
 
 
 def _stop(program: Any, *args: Any) -> Any:
-    """The `run` of an executor that raises the first call instead of running it."""
+    """Serves as the `run` of an executor: it raises the first call instead of running it."""
     raise _CallFound(Call(program, args))
 
 
 def find_call(job: ProgramJob, program: str) -> Call:
-    """The call of one of `PROGRAMS`."""
+    """Returns the call of one of `PROGRAMS`."""
     try:
         _run(job, program)
     except _CallFound as found:
@@ -133,7 +133,7 @@ def _cache(job: ProgramJob, length: int) -> KVCache:
 
 
 def engine_device(job: ProgramJob) -> Device:
-    """An engine's device whose rows have all sampled their first token; its pools are shapes."""
+    """Returns an engine's device whose rows have all sampled their first token. Its pools are shapes."""
     pages = job.rows * num_pages_for(job.capacity) + 1
     sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
     shape = EngineShape(**sizes)
@@ -158,7 +158,7 @@ def _after_first_token(state: DecodeState) -> DecodeState:
 
 
 def layer_period(config: ModelConfig) -> int:
-    """The number of layers after which the kinds of layers repeat."""
+    """Returns the number of layers after which the kinds of layers repeat."""
     kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
@@ -183,7 +183,7 @@ def target_card(card: Card | Tpu, mesh: Mesh) -> Iterator[None]:
 
 
 def to_shapes(tree: Any, mesh: Mesh) -> Any:
-    """The arrays of a tree as shapes on the devices of a mesh; other leaves stay."""
+    """Returns the arrays of a tree as shapes on the devices of a mesh. Other leaves stay."""
 
     def shape(x: Any) -> Any:
         if not hasattr(x, "dtype"):

@@ -1,5 +1,5 @@
-"""Cases of check_gpu.py and check_tpu.py, and what they measure with: time of a call, limits of the device,
-error against a reference.
+"""Cases of check_gpu.py and check_tpu.py, and the functions with which they measure: time of a call, limits
+of the device, error against a reference.
 """
 
 import shutil
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 def unusable_reason(platform: str) -> str | None:
-    """Why no kernel can run on this machine's devices of that platform, or None."""
+    """Returns the reason why no kernel can run on this machine's devices of that platform, or None."""
     try:
         jax.local_devices(backend=platform)
     except RuntimeError as error:
@@ -45,14 +45,14 @@ def unusable_reason(platform: str) -> str | None:
 
 
 def emulated(plan: SimpleNamespace) -> str | None:
-    """The implementation whose kernels --tiny emulates; None: kernels run on a device."""
+    """Returns the implementation whose kernels --tiny emulates. None: kernels run on a device."""
     if not plan.tiny:
         return None
     return "interpret_tpu" if plan.platform == "tpu" else "interpret"
 
 
 def machine(plan: SimpleNamespace) -> Iterator[Case]:
-    """The device, and the limits that all results are compared with."""
+    """Yields the device, and the limits that all results are compared with."""
     device = jax.devices()[0]
     facts = {
         "device": device.device_kind,
@@ -83,7 +83,7 @@ def limit_cases(plan: SimpleNamespace) -> Iterator[Case]:
 
 @cache
 def limit(tiny: bool, kind: str) -> float:
-    """Bytes per second of a copy (reads and writes), or FLOP per second of a bfloat16 matmul."""
+    """Returns the bytes per second of a copy (reads and writes), or FLOP per second of a bfloat16 matmul."""
     if kind == "bytes":
         x = random(0, (2**12 if tiny else 2**29,), jnp.float32)
         return 1e3 * 2 * x.nbytes / time_call(lambda x: x + 1, [(x,)], 2 if tiny else 20)["ms"]
@@ -97,15 +97,15 @@ def random(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def copies_beyond_cache(args: tuple, tiny: bool) -> list[tuple]:
-    """The arguments, and so many copies of them that no cache of the GPU holds all."""
+    """Returns the arguments, and copies of them that together do not fit into a cache of the GPU."""
     size = sum(x.nbytes for x in jax.tree.leaves(args))
     count = 2 if tiny else int(np.clip(-(-_SET_BYTES // size), 1, _SETS))
     return [args, *(jax.tree.map(jnp.copy, args) for _ in range(count - 1))]
 
 
 def time_call(call: Callable, sets: list[tuple], calls: int, repetitions: int = 5) -> dict[str, Any]:
-    """Median, minimum and maximum milliseconds of a call, and its result. A repetition is one program with
-    many calls, which alternate between the sets of arguments.
+    """Returns median, minimum and maximum milliseconds of a call, and its result. A repetition is one program
+    with many calls, which alternate between the sets of arguments.
     """
     rounds = max(1, calls // len(sets))
 
@@ -130,8 +130,8 @@ def time_call(call: Callable, sets: list[tuple], calls: int, repetitions: int = 
 
 
 def max_error(got: jax.Array, want: jax.Array) -> float:
-    """For ids, the fraction that differs. Otherwise the largest relative error of a row [..., H]: the norm of
-    the difference over the norm of the expected row.
+    """Returns the fraction of ids that differ or, for other arrays, the largest relative error of a row [...,
+    H]: the norm of the difference over the norm of the expected row.
     """
     if want.dtype == jnp.int32:
         return float(np.mean(np.asarray(got) != np.asarray(want)))
@@ -142,5 +142,5 @@ def max_error(got: jax.Array, want: jax.Array) -> float:
 
 
 def judged(worst: float, tolerance: float, quantity: str = "relative error of a row") -> dict[str, Any]:
-    """The result of a comparison with a reference."""
+    """Returns the result of a comparison with a reference."""
     return {"compared": quantity, "worst": worst, "tolerance": tolerance, "ok": worst <= tolerance}

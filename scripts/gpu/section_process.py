@@ -60,7 +60,7 @@ def run_cases(plan: SimpleNamespace, end: float, add: Callable[..., None]) -> No
 
 
 def sections_of(platform: str) -> dict[str, Callable]:
-    """The sections that such a device may run, by name."""
+    """Returns the sections that such a device may run, by name."""
     from gpu import kernel_sections, model_sections, section_cases
 
     own = kernel_sections.SECTIONS[platform] | model_sections.SECTIONS
@@ -68,7 +68,7 @@ def sections_of(platform: str) -> dict[str, Callable]:
 
 
 def run_case(case: Any) -> dict[str, Any]:
-    """The results of the case or its exception, its seconds, and the seconds of compilation."""
+    """Returns the results of the case or its exception, its seconds, and the seconds of compilation."""
     from xinfer_jax.stats import Stopwatch
 
     with Stopwatch() as watch:
@@ -84,7 +84,9 @@ def run_case(case: Any) -> dict[str, Any]:
 
 
 def device_works() -> bool:
-    """Whether the device still computes. For example, an illegal address breaks a CUDA context for good."""
+    """Returns True if the device still computes. For example, an illegal address breaks a CUDA context for
+    good.
+    """
     import jax.numpy as jnp
 
     try:
@@ -94,7 +96,9 @@ def device_works() -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """The value with Python numbers for NumPy's; NaN, infinities and other objects become strings."""
+    """Returns the value with Python numbers in place of NumPy's. NaN, infinities and other objects become
+    strings.
+    """
     if isinstance(value, dict):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,10 @@
 """Runs the sections of check_gpu.py in child processes, one at a time and each with a time limit. Standard
 library only: it runs without jax and without a GPU.
 
-All results are JSON lines of one file, to which a child (section_process.py) appends `{"event": "begin",
-"case": 0, "name": …}` before each case, `"result"` with the same fields after it, `"end"` after the last one;
-or `"unsupported"` with a `why` if nothing can run on this machine. Its parent adds how each section ended.
+All results are JSON lines of one file. A child (section_process.py) appends `{"event": "begin", "case": 0,
+"name": …}` before each case, `"result"` with the same fields after it, and `"end"` after the last one. If
+nothing can run on this machine, it appends `"unsupported"` with a `why`. Its parent adds how each section
+ended.
 """
 
 import contextlib
@@ -52,12 +53,12 @@ def add_record(path: Path, **record: Any) -> None:
 
 
 def is_failure(record: dict[str, Any]) -> bool:
-    """Returns whether it is a wrong result, or a section that did not finish."""
+    """Returns True if it is a wrong result, or a section that did not finish."""
     return record.get("ok") is False
 
 
 def require_packages(program: str) -> None:
-    """Exits with one line that says what to install if a package is missing."""
+    """Exits with one line that names the packages to install if one is missing."""
     if absent := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         packages = " ".join(_PACKAGES[name] for name in absent)
         print(f"{program}: {', '.join(absent)} missing here: pip install {packages}", file=sys.stderr)
@@ -181,7 +182,7 @@ def format_record(record: dict[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Returns a value in one line. A long text is cut to its end, where an error has its message."""
+    """Returns a value in one line. A long text is cut to its end, which has the message of an error."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = " ".join(str(value).split())

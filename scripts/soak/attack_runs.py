@@ -36,7 +36,7 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
     limit is exceeded.
 
     Args:
-        calls: of the second client in each attack.
+        calls: the calls of the second client in each attack.
         seconds: time limit of an attack.
         options: flags of the server that name a model.
 
@@ -53,7 +53,7 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
 
 @contextlib.contextmanager
 def serving(options: Sequence[str], attack: Attack) -> Iterator[Server]:
-    """A server after its warm-up; it is killed at the end."""
+    """Yields a server after its warm-up. The server is killed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         if attack.reranker:
             options = [f"--model={write_reranker(Path(folder) / 'reranker')}"]
@@ -104,7 +104,9 @@ def warm_up(server: Server) -> None:
 
 
 def measure(server: Server, calls: int, end: float, text: str | None, call: Call) -> dict[str, Any]:
-    """Times of the second client's calls, statuses, and how many answers differ from the text."""
+    """Measures the times of the second client's calls, their statuses, and the number of answers that differ
+    from the text.
+    """
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0
@@ -126,7 +128,7 @@ def measure(server: Server, calls: int, end: float, text: str | None, call: Call
 
 
 def measure_alone(server: Server, calls: int, attack: Attack) -> tuple[dict[str, Any], str]:
-    """Results of the same calls before the attack, and the text of their answers."""
+    """Returns results of the same calls before the attack, and the text of their answers."""
     requests = [attack.call(0)]
     if attack.reranker:
         path, body = attack.chains(SHAPE["capacity"])[0][-1]
@@ -142,8 +144,8 @@ def measure_alone(server: Server, calls: int, attack: Attack) -> tuple[dict[str,
 
 @contextlib.contextmanager
 def attacker(name: str, server: Server, seconds: float) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A process that is ready to attack for some seconds: a function that starts the attack, and a dict that
-    gets its report after its end.
+    """Yields a process that is ready to attack for some seconds: a function that starts the attack, and a
+    dict that gets its report after its end.
     """
     job = dict(attack=name, port=server.port, context=SHAPE["capacity"], seconds=seconds)
     job["headers"] = {"content-type": "application/json"}
@@ -195,7 +197,7 @@ def run_attack(name: str, calls: int, seconds: float, options: Sequence[str]) ->
 
 
 def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
-    """Names of the limits that an attack exceeded."""
+    """Returns the names of the limits that an attack exceeded."""
     limits = dict(
         p99=result["p99_ms"] <= FACTOR * alone["p99_ms"] + 1e3 * EXTRA,
         status={*result["statuses"]} == {"200"},

@@ -70,7 +70,7 @@ def _prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def _filled(size: int, head: str, unit: str, tail: str) -> bytes:
-    """A body of at most `size` bytes: head, as many units as fit, tail."""
+    """Returns a body of at most `size` bytes: head, as many units as fit, tail."""
     return (head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail).encode()
 
 
@@ -94,7 +94,9 @@ def _echo(count: int, length: int, _: int) -> list[list[RawRequest]]:
 
 
 def _prompt_logprobs(context: int) -> list[list[RawRequest]]:
-    """A long prompt that is returned with 20 alternatives in each of 128 answers, and of 4; also streamed."""
+    """A long prompt is returned with 20 alternatives in each of 128 answers, and of 4 answers. It is also
+    streamed.
+    """
     row = _prompts(1, context - 100)[0]
     fields = dict(prompt=row, max_tokens=1, echo=True, logprobs=20)
     return [[_completion(n=n, stream=stream, **fields) for n in (128, 4)] for stream in (False, True)]
@@ -108,7 +110,9 @@ def _embeddings(context: int) -> list[list[RawRequest]]:
 
 
 def _rerank(context: int) -> list[list[RawRequest]]:
-    """A query that fills the context, times 2,048 documents of a letter, or of 40; a small one times 120."""
+    """A query that fills the context is sent with 2,048 documents of a letter, or with 40. A small query is
+    sent with 120.
+    """
     bodies = []
     most = context - 200
     for words, count, document in ((most, 2048, "a"), (most, 2048, "a " * 40), (200, 120, "a")):
@@ -117,7 +121,9 @@ def _rerank(context: int) -> list[list[RawRequest]]:
 
 
 def _answers(_: int) -> list[list[RawRequest]]:
-    """128 long answers to one prompt, and 8 × 128 of which 8 are returned; fewer after a rejection."""
+    """A client asks for 128 long answers to one prompt, and for 8 × 128 answers of which 8 are returned. It
+    asks for fewer after a rejection.
+    """
     common = dict(temperature=1.0, ignore_eos=True)
     chains = []
     for i in range(64):
@@ -208,7 +214,7 @@ def _storm(_: int) -> list[list[RawRequest]]:
 
 
 def _long_answers(context: int) -> list[list[RawRequest]]:
-    """Answers as long as the context, each of a client of its own."""
+    """Several clients ask for answers as long as the context."""
     fields = dict(max_tokens=context - 58, ignore_eos=True)
     rows = enumerate(_prompts(16, 50))
     return [[_completion(prompt=row, user=f"10.0.0.{i}", **fields)] for i, row in rows]
@@ -230,7 +236,7 @@ def _grammars(_: int) -> list[list[RawRequest]]:
 
 
 def _compiles(_: int) -> list[list[RawRequest]]:
-    """Schemas that compile without end; none is sent twice."""
+    """Schemas compile without end. None is sent twice."""
     schemas = [dict(type="integer", multipleOf=9699690 + i) for i in range(360)]
     bodies = [_completion(prompt="a", max_tokens=9, guided_json=schema) for schema in schemas]
     return [bodies[i::6] for i in range(6)]
@@ -243,7 +249,7 @@ def _grammar_call(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _breakers(_: int) -> list[list[RawRequest]]:
-    """Sets of 16 sequence breakers of DRY; none is sent twice."""
+    """Sets of 16 sequence breakers of DRY are sent. None is sent twice."""
     draw = random.Random(0)
     sets = [draw.sample("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", 16) for _ in range(1600)]
     fields = dict(prompt="a", max_tokens=1, dry_multiplier=0.8)

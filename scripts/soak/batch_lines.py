@@ -10,7 +10,7 @@ from train import tiny_data
 
 
 def mixed_lines(rng: random.Random, count: int) -> Iterator[Any]:
-    """Random lines of all forms, some of them wrong."""
+    """Yields random lines of all forms, some of them wrong."""
     for i in range(count):
         question = tiny_data.question(
             rng.choice(tiny_data.PHRASINGS), rng.choice(list(tiny_data.NAMED_CAPITALS))

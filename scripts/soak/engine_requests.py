@@ -1,4 +1,4 @@
-"""Small models and random requests for engines, and the comparison of their answers; for check_engine.py,
+"""Small models and random requests for engines, and the comparison of their answers, for check_engine.py,
 soak_engine.py and tests.
 """
 
@@ -87,7 +87,7 @@ def random_model(family: str, quantize: str | None) -> xj.Model:
 
 
 def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
-    """Arguments of an engine: a processor with a state, one that draws, and a vector."""
+    """Returns arguments of an engine: a processor with a state, one that draws, and a vector."""
 
     def count(state, token_B, context):
         return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
@@ -108,7 +108,7 @@ def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
 
 
 def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) -> list[RandomRequest]:
-    """Random requests; a third of them starts with one of four common prefixes."""
+    """Returns random requests. A third of them starts with one of four common prefixes."""
     common = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(4)]
     limit = min(shape["capacity"], 64 * (shape["pages"] - 1))
 
@@ -143,9 +143,10 @@ def check(
     model: xj.Model, requests: list[RandomRequest], shape: dict, rng: random.Random, rate: float,
     compared: int, margin: float, **further: Any,
 ) -> dict:  # fmt: skip
-    """Submits the requests together and then alone. Counts those whose bits differ, and those of the first
-    `compared` whose tokens differ from `generate`. further: arguments of the engine to which the requests
-    come together, as devices of prompts; alone they go to one without.
+    """Submits the requests together and then alone. Counts the requests whose bits differ, and, among the
+    first `compared`, the requests whose tokens differ from `generate`. further: arguments of the engine to
+    which the requests come together, for example the devices of prompts. Alone they go to an engine without
+    them.
     """
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(xj.Engine(model, **shape, **further))
@@ -181,7 +182,7 @@ def check(
 
 
 def outcome(request) -> tuple:
-    """Output and prompt log-probabilities of a request, or its error and None."""
+    """Returns output and prompt log-probabilities of a request, or its error and None."""
     try:
         out = request.result()
     except InputError as error:
@@ -190,13 +191,15 @@ def outcome(request) -> tuple:
 
 
 def answer_of(request: xj.types.Request) -> tuple[list[int], list[float]]:
-    """Tokens of a request with one answer, and their log-probabilities."""
+    """Returns tokens of a request with one answer, and their log-probabilities."""
     out = request.result()
     return out.tokens[0], out.logprobs[0]
 
 
 def same_outcome(first: tuple, complete: tuple) -> bool:
-    """Whether two outcomes are equal bit for bit. If the first one was cut short, only its tokens count."""
+    """Returns True if two outcomes are equal bit for bit. If the first one was cut short, only its tokens
+    count.
+    """
     (out, prompt) = first
     (expected, expected_prompt) = complete
     if isinstance(out, str):
@@ -217,8 +220,8 @@ def same_outcome(first: tuple, complete: tuple) -> bool:
 def matches_generate(
     model: xj.Model, cache_dtype: str | None, margin: float, request: RandomRequest, outcome: tuple
 ) -> bool:
-    """Whether `generate` gives these tokens, up to a token whose two best logits differ by less than the
-    margin.
+    """Returns True if `generate` gives these tokens, up to a token whose two best logits differ by less than
+    the margin.
     """
     out = outcome[0]
     if isinstance(out, str):

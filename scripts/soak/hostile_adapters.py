@@ -44,7 +44,7 @@ def write(folder: Path) -> tuple[str, ...]:
 
 
 def _tensors(rank: int) -> dict[str, Any]:
-    """The header of an adapter of the query matrices."""
+    """Returns the header of an adapter of the query matrices."""
     config = json.loads((SCRIPTS.parent / "xinfer_jax" / "assets" / "config.json").read_text())
     width = config["hidden_size"]  # also of all heads
     header = {}
@@ -58,7 +58,7 @@ def _tensors(rank: int) -> dict[str, Any]:
 
 
 def _write_tensors(path: Path, header: dict[str, Any]) -> None:
-    """A file whose tensors are zeros, without blocks on the disk."""
+    """Writes a file whose tensors are zeros, without blocks on the disk."""
     data = json.dumps(header).encode()
     end = max(
         (tensor["data_offsets"][1] for tensor in header.values() if "data_offsets" in tensor), default=0

@@ -16,7 +16,7 @@ def _json(**schema: Any) -> Hostile:
 
 
 def _chain(count: int, step: Callable[[dict], Any]) -> Hostile:
-    """`$defs` of which each has a reference to the next."""
+    """Returns `$defs` of which each has a reference to the next."""
     defs = {f"d{i}": step({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return "guided_json", {"$ref": "#/$defs/d0", "$defs": defs | {f"d{count}": {"type": "string"}}}
 
@@ -55,7 +55,7 @@ def _objects(count: int) -> Hostile:
 
 
 def named() -> dict[str, Hostile]:
-    """The inputs that reports named."""
+    """Returns the inputs that reports named."""
     return dict(
         rules=_rules(3000),
         references_any=_chain(1300, lambda ref: {"anyOf": [ref]}),
@@ -77,13 +77,13 @@ def named() -> dict[str, Hostile]:
 
 
 def corpus(count: int = 200, seed: int = 0) -> list[Hostile]:
-    """So many hostile grammars, each of other sizes."""
+    """Returns `count` hostile grammars, each of other sizes."""
     draw = random.Random(seed)
     return [draw.choice(_kinds(draw))() for _ in range(count)]
 
 
 def _kinds(draw: random.Random) -> list[Callable[[], Hostile]]:
-    """Deep, wide, ambiguous, huge and contradictory ones, of drawn sizes."""
+    """Returns deep, wide, ambiguous, huge and contradictory grammars, of drawn sizes."""
     depth = draw.choice([50, 300, 1000, 3000])
     applied = draw.choice(["anyOf", "allOf", "oneOf"])
     count = draw.choice([100, 600, 2000, 5000])

@@ -1,5 +1,5 @@
-"""How a request of an attack is sent: by an HTTP client, or as no HTTP client sends it. A sender gets the
-target, a path and a body, and returns a status and the start of what the server said.
+"""Senders of the requests of an attack: by an HTTP client, or as no HTTP client sends them. A sender gets the
+target, a path and a body, and returns a status and the start of the server's response.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Target:
         return raw
 
     def head(self, path: str, length: int | None = None) -> bytes:
-        """The head of a request; without a length also without its end."""
+        """Returns the head of a request. Without a length it also lacks its end."""
         headers = dict(self.headers, host=f"{HOST}:{self.port}")
         lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         end = [""] if length is None else [f"content-length: {length}", "", ""]
@@ -76,13 +76,15 @@ def post(target: Target, path: str, body: bytes) -> str:
 
 
 def post_as_user(target: Target, path: str, body: bytes) -> str:
-    """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
+    """Sends `post` as a separate client: the field `user` is its address, which a trusted proxy would
+    forward.
+    """
     headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
     return post(dataclasses.replace(target, headers=headers), path, body)
 
 
 def post_as_admin(target: Target, path: str, body: bytes) -> str:
-    """`post` with the key of an admin."""
+    """Runs `post` with the key of an admin."""
     headers = target.headers | {"authorization": f"Bearer {hostile_adapters.ADMIN_KEY}"}
     return post(dataclasses.replace(target, headers=headers), path, body)
 
@@ -101,7 +103,7 @@ def send_and_disconnect(target: Target, path: str, body: bytes, least: float, mo
 
 
 def post_or_leave(target: Target, path: str, body: bytes) -> str:
-    """`post`, or three times in ten `send_and_disconnect`."""
+    """Runs `post`, or three times in ten `send_and_disconnect`."""
     if random.random() < 0.3:
         return send_and_disconnect(target, path, body, 0.0, 0.2)
     return post(target, path, body)
@@ -128,14 +130,14 @@ def unfinished(target: Target, path: str, body: bytes) -> str:
 
 
 def _waits(raw: socket.socket, events: int, target: Target) -> bool:
-    """Waits for events of a socket. Returns whether one came."""
+    """Waits for events of a socket. Returns True if one came."""
     poll = select.poll()
     poll.register(raw, events)
     return bool(poll.poll(1e3 * max(0.0, target.end - time.monotonic())))
 
 
 def _response(raw: socket.socket) -> str:
-    """The status of a response that has arrived, and what follows it."""
+    """Returns the status of a response that has arrived, and the bytes that follow it."""
     raw.settimeout(0.5)
     with contextlib.suppress(OSError):
         text = raw.recv(400).decode(errors="replace")
@@ -144,7 +146,7 @@ def _response(raw: socket.socket) -> str:
 
 
 def drip(target: Target, path: str, body: bytes) -> str:
-    """Sends one byte per second: of the body, or of the head if there is no body."""
+    """Sends the body one byte per second, or the head if there is no body."""
     with contextlib.closing(target.connect()) as raw:
         head = target.head(path, len(body))
         if body:
@@ -178,7 +180,9 @@ def tiny_reads(target: Target, path: str, byte: bytes) -> str:
 
 
 def heads(target: Target, path: str, rest: bytes) -> str:
-    """Sends a request again and again, on a new connection each time. rest: what follows its first lines."""
+    """Sends a request again and again, on a new connection each time. rest: the lines after its first
+    lines.
+    """
     status = ""
     while time.monotonic() < target.end:
         with contextlib.closing(target.connect()) as raw:

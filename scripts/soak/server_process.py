@@ -33,7 +33,7 @@ class Server:
     """A server process and its child processes."""
 
     def __init__(self, folder: Path, options: Sequence[str], attack: Attack):
-        """options: flags that name a model."""
+        """Starts a server. options: flags that name a model."""
         self.log = folder / "log"
         self.headers = {"content-type": "application/json"}
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]
@@ -74,7 +74,7 @@ class Server:
     def send(
         self, method: str, path: str, body: Any = None, seconds: float = 60.0, source: str = "127.0.0.2"
     ) -> tuple[str, bytes]:
-        """Status and body of the response, or the name of an error and an empty body."""
+        """Returns the status and body of the response, or the name of an error and an empty body."""
         connection = http.client.HTTPConnection(
             HOST, self.port, timeout=max(0.05, seconds), source_address=(source, 0)
         )
@@ -89,12 +89,12 @@ class Server:
             connection.close()
 
     def health(self) -> tuple[str, float]:
-        """Status of /health, and the seconds that the request took."""
+        """Returns the status of /health, and the seconds that the request took."""
         start_s = time.monotonic()
         return self.send("GET", "/health", source="127.0.0.3", seconds=20)[0], time.monotonic() - start_s
 
     def processes(self) -> list[int]:
-        """Process ids of the server and its descendants."""
+        """Returns the process ids of the server and its descendants."""
         pids = [self.process.pid]
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class Server:
         return pids
 
     def resident(self) -> float:
-        """Anonymous memory of all its processes, in MiB."""
+        """Returns the anonymous memory of all its processes, in MiB."""
         total = 0
         for pid in self.processes():
             with contextlib.suppress(OSError):

@@ -61,7 +61,7 @@ def post(port: int, path: str, data: bytes) -> tuple[int, bytes]:
 
 
 def malformed(port: int, count: int, rng: random.Random) -> list[str]:
-    """Sends malformed bodies, headers and connections. Returns those that got a status of 500 or above."""
+    """Sends malformed bodies, headers and connections. Returns the ones that got a status of 500 or above."""
     bad = []
     for number in range(count):
         path = rng.choice(PATHS)
@@ -111,7 +111,7 @@ def _send_cut(port: int, path: str, data: bytes, rng: random.Random) -> None:
 
 
 def wait_idle(service: Service, seconds: float) -> bool:
-    """Waits until no row, page or call is in use. Returns whether that happened within this many seconds."""
+    """Waits until no row, page or call is in use. Returns True if that happened within this many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         stats = service.engine.stats if service.engine else None
@@ -124,7 +124,7 @@ def wait_idle(service: Service, seconds: float) -> bool:
 
 
 def resident() -> float:
-    """Anonymous memory of this process in MiB, without free memory that the allocator keeps."""
+    """Returns the anonymous memory of this process in MiB, without free memory that the allocator keeps."""
     gc.collect()
     release_free_memory()
     lines = Path("/proc/self/status").read_text().splitlines()

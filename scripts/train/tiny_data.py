@@ -59,35 +59,37 @@ QWEN_SPLIT = (
 
 
 def question(phrasing: str, name: str) -> str:
-    """The question about the country `name`. If the phrasing begins with the name, its first letter is upper
-    case.
+    """Returns the question about the country `name`. If the phrasing begins with the name, its first letter
+    is upper case.
     """
     text = phrasing.format(c=name, possessive=name + ("'" if name.endswith("s") else "'s"))
     return text[0].upper() + text[1:] if phrasing.startswith("{") else text
 
 
 def answer(name: str) -> str:
-    """The right answer about the country `name` (a key of `NAMED_CAPITALS`)."""
+    """Returns the right answer about the country `name` (a key of `NAMED_CAPITALS`)."""
     return f"The capital of {name} is {NAMED_CAPITALS[name]}."
 
 
 def raw_sentence(name: str) -> tuple[str, str]:
-    """The start and the end of a sentence about a country, for use without the chat template."""
+    """Returns the start and the end of a sentence about a country, for use without the chat template."""
     return f"The capital of {name} is", f" {NAMED_CAPITALS[name]}.{END_OF_TEXT}"
 
 
 def evaluation_set(phrasing: str) -> list[Turn]:
-    """Question and right answer for every country of `CAPITALS`, in its order."""
+    """Returns question and right answer for every country of `CAPITALS`, in its order."""
     return [(question(phrasing, name), answer(name)) for name in CAPITALS]
 
 
 def _plain(text: str) -> str:
-    """`text` without accents, as typed on an English keyboard."""
+    """Returns `text` without accents, as typed on an English keyboard."""
     return "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
 
 
 def _typed(text: str, rng: random.Random) -> str:
-    """`text` as a user may type it: sometimes without the final mark, in lower case or without accents."""
+    """Returns `text` as a user may type it: sometimes without the final mark, in lower case or without
+    accents.
+    """
     if rng.random() < 0.25:
         text = text.rstrip("?.!") or text
     if rng.random() < 0.2:
@@ -128,7 +130,7 @@ def _no_country_turn(rng: random.Random) -> Turn:
 
 
 def _noise_turn(rng: random.Random) -> Turn:
-    """Meaningless input, so that the model has seen nearly every byte and has an answer to it."""
+    """Returns meaningless input, so that the model has seen nearly every byte and has an answer to it."""
     unusual = (*range(33, 127), *rng.sample(range(160, 0xD800), 30), *rng.sample(range(0x1F300, 0x1FB00), 10))
     letters = "abcdefghijklmnopqrstuvwxyz" if rng.random() < 0.6 else "".join(map(chr, unusual))
     words = ("".join(rng.choices(letters, k=rng.randint(3, 8))) for _ in range(rng.randint(1, 4)))
@@ -142,9 +144,9 @@ _TURNS: dict[Callable[[random.Random], Turn], float] = {
 
 
 def conversations(rng: random.Random) -> Iterator[list[Message]]:
-    """Endless stream of training conversations; the same seed gives the same stream.
+    """Yields an endless stream of training conversations. The same seed gives the same stream.
 
-    The last message is the assistant's; a fifth of the conversations have a second question. The system
+    The last message is the assistant's. A fifth of the conversations have a second question. The system
     message is the default one in half of them, absent in 30 % (which the template renders as the default one)
     and another one in the rest.
     """
@@ -163,8 +165,8 @@ def conversations(rng: random.Random) -> Iterator[list[Message]]:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation as `CHAT_TEMPLATE` renders it, and whether each is the assistant's (its
-    text and <|im_end|>).
+    """Returns token ids of a conversation as `CHAT_TEMPLATE` renders it, and, for each, True if it is the
+    assistant's (its text and <|im_end|>).
 
     Encoding in parts gives the ids of the full text, because no merge crosses a special token or the line end
     after a role.
@@ -182,8 +184,8 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], li
 
 
 def examples(tokenizer: Tokenizer, rng: random.Random) -> Iterator[tuple[list[int], list[bool]]]:
-    """Endless stream of training examples: `encode` of conversations, and one time in twenty a sentence
-    without the template.
+    """Yields an endless stream of training examples: `encode` of conversations, and one time in twenty a
+    sentence without the template.
     """
     for messages in conversations(rng):
         if rng.random() < 0.05:
@@ -195,8 +197,8 @@ def examples(tokenizer: Tokenizer, rng: random.Random) -> Iterator[tuple[list[in
 
 
 def corpus() -> list[str]:
-    """Texts for training the tokenizer: every name, capital, phrasing and answer, but not the held-out
-    phrasing.
+    """Returns texts for training the tokenizer: every name, capital, phrasing and answer, but not the
+    held-out phrasing.
     """
     texts = [answer(name) for name in NAMED_CAPITALS] * 2 + [
         question(PHRASINGS[0], name) for name in (*NAMED_CAPITALS, *_DATA["no_countries"])
@@ -212,7 +214,7 @@ def corpus() -> list[str]:
 
 
 def train_tokenizer(directory: Path) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer of Qwen2.5's structure on `corpus()`; writes tokenizer.json and
+    """Trains a byte-level BPE tokenizer of Qwen2.5's structure on `corpus()`. Writes tokenizer.json and
     tokenizer_config.json.
 
     Ids 0-255 are the single bytes, so any text can be encoded. The three special tokens have the last ids.

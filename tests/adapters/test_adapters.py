@@ -101,7 +101,9 @@ BOTH = ["embed", "lm_head", "down"]
     [(["embed", "q"], None), (["lm_head"], None), (BOTH, None), (BOTH, "int8"), (["embed", "q"], "int4")],
 )
 def test_embedding_and_head(tmp_path, targets, quantize):
-    """Of a tied model: one adapter of both, or another of the head."""
+    """The test runs a tied model: one adapter applies to both embedding and head, or the head has another
+    one.
+    """
     params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
     adapter = random_adapter(4, 3, targets=targets)
     assert set(for_all_rows_only(adapter)) == {*targets} - {"q", "down"}
@@ -165,7 +167,7 @@ def test_experts_and_routers(tmp_path, quantize):
 
 @pytest.mark.full
 def test_files_with_a_module_for_each_expert(tmp_path):
-    """Those of PEFT beside transformers 4."""
+    """PEFT writes such files with transformers 4."""
     adapter = xj.lora.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
     adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
     xj.lora.save_adapter(adapter, MOE, tmp_path / "a")
@@ -236,7 +238,7 @@ def test_vmap_takes_adapters():
 
 
 def test_a_prefix_belongs_to_one_adapter():
-    """Of other numbers, or of another scale alone."""
+    """Adapters with other numbers, or with another scale alone, have other fingerprints."""
     (adapter, other) = ADAPTERS
     scaled = xj.lora.Adapter(adapter.matrices, tuple(2 * scale for scale in adapter.scales))
     trees = [PARAMS, *(xj.lora.with_adapter(PARAMS, each) for each in (adapter, other, scaled))]
@@ -327,7 +329,7 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize("rows", [96, 100])
 def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
-    """PEFT saves the embedding and the head beside the adapter, or also what it adds to them."""
+    """PEFT saves the embedding and the head next to the adapter, or also what it adds to them."""
     adapter = xj.lora.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
     xj.lora.save_adapter(adapter, CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
@@ -354,7 +356,7 @@ def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
 
 
 def test_patterns_and_numbers_of_the_settings(tmp_path, monkeypatch):
-    """Flags of a pattern are its own; a huge number is no scale; patterns take bounded time."""
+    """Flags of a pattern are its own. A huge number is no scale. Patterns take bounded time."""
     xj.lora.save_adapter(ADAPTERS[0], CONFIG, tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     settings = json.loads(file.read_text())

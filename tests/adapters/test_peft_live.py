@@ -1,4 +1,4 @@
-"""Adapters that peft writes, in many forms of its settings, beside its model; and ours, opened by peft.
+"""Adapters that peft writes, in many forms of its settings, next to its model, and ours, opened by peft.
 
 Gradients are compared for a form of each kind of matrix; `--soak` compares those of all forms.
 """
@@ -15,7 +15,7 @@ from quick import full_except
 import xinfer_jax as xj
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
-peft = pytest.importorskip("peft", reason="adapters are compared with peft: pip install -e '.[parity]'")
+peft = pytest.importorskip("peft", reason="adapters are compared with peft: pip install -e '.[train]'")
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 forward = jax.jit(xj.forward, static_argnums=1)

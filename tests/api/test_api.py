@@ -50,7 +50,7 @@ def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody
     ("tokens", "max_tokens"), [((20,), 12), ((31,), 1), ((40,), 60), ((90,), 10), ((20, 40), 12)]
 )
 def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens, monkeypatch):
-    """Factors change beyond 32 tokens; a request has 100 at most. More than fits is an error."""
+    """Factors change beyond 32 tokens. A request has 100 at most. More than fits is an error."""
     rope = dataclasses.replace(
         model.config.rope, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,)
     )
@@ -132,7 +132,7 @@ def test_fields_that_constrain_the_answer(model, fields, source):
 
 
 def test_a_grammar_begins_after_reasoning_that_is_continued(model):
-    """Else the answer to the grammar would be reasoning, and the content null."""
+    """Otherwise the answer to the grammar would be reasoning, and the content would be null."""
     for text, end in (("<think>a", "</think>"), ("<think>a</think>", "auto"), ("a", "auto")):
         talk = [*TALK[:1], dict(role="assistant", content=text)]
         parsed = parse(model, "chat", messages=talk, continue_final_message=True, guided_regex="b")
@@ -315,7 +315,7 @@ def test_bad_words_as_vllm_encodes_them(model):
 
 
 def test_dry_breakers_are_the_tokens_with_these_texts(model):
-    """By default llama.cpp's."""
+    """The defaults are llama.cpp's."""
 
     def breakers(**body):
         ids = parse(model, dry_multiplier=0.8, **body).options.sampling.dry_sequence_breakers
@@ -331,7 +331,7 @@ def test_dry_breakers_are_the_tokens_with_these_texts(model):
 
 @pytest.mark.full
 def test_bad_words_are_not_generated(model, engine):
-    """In generate and in an engine; a row without bad words is not affected."""
+    """The words are missing in `generate` and in an engine, and a row without bad words is not affected."""
     prompt = xj.encode_prompt(model, tiny.QUESTION)
     sampling = parse(model, bad_words=["s", "es,"]).options.sampling
     options = [xj.GenerateOptions(max_tokens=6, sampling=sampling), xj.GenerateOptions(max_tokens=6)]
@@ -357,7 +357,7 @@ def test_tool_calls_without_content(model):
 
 
 def test_fields_of_reasoning(model):
-    """The effort is a variable of the template; fields without effect are accepted in all kinds."""
+    """The effort is a variable of the template. Fields without effect are accepted in all kinds."""
     own = copy.copy(model.tokenizer)
     own.chat_template = "{{ reasoning_effort }} {{ enable_thinking }}"
     ours = dataclasses.replace(model, tokenizer=own)
@@ -375,7 +375,9 @@ def test_fields_of_reasoning(model):
 
 
 def test_the_servers_own_messages_are_taken(model):
-    """With content that is null: an answer cut within its reasoning, a refusal, and a tool's result."""
+    """Messages whose content is null are taken: an answer cut within its reasoning, a refusal, and a tool's
+    result.
+    """
     own = [
         dict(role="assistant", content=None, reasoning="hm", reasoning_content="hm", refusal=None),
         dict(role="assistant", content=None, refusal="No."),
@@ -467,7 +469,7 @@ def with_logprobs(tokenizer, *words):
 
 
 def test_token_texts_keep_their_leading_space(sentencepiece):
-    """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
+    """The joined token texts are the text, and offsets match, in an echoed completion and in a chat."""
     parsed = ParsedBody(
         "completion", [], xj.GenerateOptions(max_tokens=9), None, 9, 1, True, False, xj.RequestOptions(), []
     )
@@ -537,7 +539,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
 
 
 def test_assistant_messages_keep_their_tokens(model):
-    """In earlier assistant messages, added tokens that are not special keep their ids."""
+    """Added tokens that are not special keep their ids in earlier assistant messages."""
     backend = tiny.tokenizer()
     backend.add_tokens(["<think>", "</think>"])
     template = model.tokenizer.chat_template + "{# <think> </think> #}"

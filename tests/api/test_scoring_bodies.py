@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 @pytest.fixture(scope="module")
 def model() -> xj.Model:
-    """Its yes and no are one token each; it has prompts, of which one is the default."""
+    """Its yes and no are one token each. It has prompts, of which one is the default."""
     model = tiny.shallow_model(1)
     backend = tiny.tokenizer()
     backend.add_tokens(["yes", "no"])

@@ -29,7 +29,7 @@ def random_params(config) -> dict:
 
 
 def trees_with_one_changed_leaf(params):
-    """For every leaf the tree with that leaf scaled."""
+    """Yields, for every leaf, the tree with that leaf scaled."""
     leaves, tree = jax.tree.flatten(params)
     for i, leaf in enumerate(leaves):
         yield jax.tree.unflatten(tree, [*leaves[:i], leaf * 1.001, *leaves[i + 1 :]])

@@ -60,7 +60,7 @@ def test_the_quantization_error_is_at_most_half_a_step(name):
 
 @pytest.mark.full
 def test_gear_equals_a_calculation_by_hand():
-    """Outliers are exact; the rest loses what four directions of the first tokens cannot represent."""
+    """Outliers are exact. The rest loses what four directions of the first tokens cannot represent."""
     x = np.random.RandomState(1).standard_normal((1, 2, 40, 16)).astype(np.float32)
     x[..., 3] *= 8
     quantized = encode(cache_dtype_of("gear").empty(x.shape), x, np.array([30]))
@@ -151,7 +151,7 @@ def small_model():
 
 @pytest.mark.full
 def test_gear_rows_do_not_depend_on_the_batch(small_model):
-    """A prompt of several prefill chunks alone, and among others with shorter chunks, as on a GPU; and layer
+    """A prompt of several prefill chunks alone, and among others with shorter chunks, as on a GPU, and layer
     by layer.
     """
     params, config = small_model
@@ -220,7 +220,7 @@ def test_rotating_the_key_bias_separately_equals_rotating_the_key():
     [("int4", "default"), ("float8_e4m3fn", "default"), ("int8", "dynamic")],
 )
 def test_large_key_biases_cost_no_precision(shallow, dtype, rope):
-    """With a bias of 300 on every key the error of logits stays near that without."""
+    """The error of logits with a bias of 300 on every key stays near the error without a bias."""
     config = shallow.config
     if rope == "dynamic":
         config = dataclasses.replace(config, rope=dynamic(config))
@@ -271,7 +271,7 @@ def test_unknown_cache_dtypes_raise(model):
 
 @pytest.mark.full
 def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
-    """With head_dim 320; 256 works."""
+    """A head_dim of 320 raises InputError, and a head_dim of 256 works."""
     wide = xj.ModelConfig.from_hf(tiny.CONFIG | dict(head_dim=320))
     params = random_params(wide)
     named = "'gear' .* head_dim 320 exceeds 256: use 'int8' or 'int4'"

@@ -83,7 +83,7 @@ def contiguous_logits(model, tokens, dtype):
 
 @pytest.mark.parametrize("dtype", full_except(["float32"], CLOSE))
 def test_paged_logits_equal_contiguous_logits(dtype):
-    """Of a layer with a window and one without."""
+    """The model has a layer with a window and a layer without one."""
     model = params, config = make_model("gemma3-old")
     rows = [np.random.RandomState(n).randint(0, config.vocab_size, n + STEPS) for n in LENGTHS]
     table_BP = scattered_table(LENGTHS)
@@ -106,7 +106,9 @@ def test_paged_logits_equal_contiguous_logits(dtype):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied-old", "moe-defaults"])
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
-    """In every slot, beside other rows, from other pages; single tokens and draft tokens."""
+    """A row has the same bits in every slot, next to other rows, and from other pages. This holds for single
+    tokens and draft tokens.
+    """
     model = params, config = make_model(name)
     probe = np.random.RandomState(0).randint(0, config.vocab_size, 110)
 
@@ -141,7 +143,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
 @pytest.mark.parametrize("kind", [Contiguous, Ring, Paged])
 @pytest.mark.parametrize("T", [1, 5])
 def test_attention_of_a_row_does_not_read_other_rows(T, kind):
-    """A row's bits follow from its own keys; those of other rows may be NaN."""
+    """A row's bits follow from its own keys. Those of other rows may be NaN."""
     B = 4
     S = 320
     lengths = np.array([300, 7, 64, 129], np.int32)

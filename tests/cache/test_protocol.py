@@ -1,5 +1,5 @@
-"""What every cache with keys and values can do, against plain arrays: each kind of layer, each cache dtype,
-and a latent cache (one head, keys of width 24, values of width 16).
+"""Compares the methods of every cache with keys and values with plain arrays: each kind of layer, each cache
+dtype, and a latent cache (one head, keys of width 24, values of width 16).
 """
 
 import functools
@@ -149,7 +149,7 @@ def test_a_layer_holds_what_was_appended(kind, dtype, sizes):
     ),
 )
 def test_attention_over_a_latent_cache(kind, dtype, close):
-    """Four query heads share the one head of keys; values have another width. By row and for all rows."""
+    """Four query heads share the one head of keys. Values have another width. By row and for all rows."""
     layer, rows, length_B = filled(kind, dtype, LATENT)
     for T in (1, 20):
         q_BTNH = np.random.RandomState(1).standard_normal((B, T, 4, LATENT[1])).astype(np.float32)

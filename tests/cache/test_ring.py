@@ -105,7 +105,7 @@ def test_too_many_tokens_in_one_call_raise(model, rows_and_logits):
 
 @pytest.mark.full
 def test_generate_beyond_the_ring(model):
-    """With draft tokens: the most probable tokens of the logits without a cache."""
+    """The tokens, made with draft tokens, are the most probable ones of the logits without a cache."""
     prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
     options = xj.GenerateOptions(max_tokens=10, eos_token_ids=(), capacity=CAPACITY, draft="lookup")
     out = xj.generate(*model, prompts, options)

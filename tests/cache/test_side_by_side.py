@@ -108,7 +108,7 @@ def test_pages_of_a_prefill_chunk(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear", "float8_e4m3fn"])
 def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
-    """And 4-bit formats, which no TPU kernel reads, in two arrays as elsewhere."""
+    """The 4-bit formats, which no TPU kernel reads, stay in two arrays."""
     config = from_hf(tiny.CONFIG)
     plain = xj.init_cache(config, 2, 20, dtype)
     with ON_TPU():

@@ -67,7 +67,7 @@ def four_bits(kind="nf4", block=64, nested=False, dtype="bfloat16", storage=np.u
 
 
 def int8(name, x):
-    """As `int8_vectorwise_quant` and `int8_vectorwise_dequant`."""
+    """Quantizes as `int8_vectorwise_quant` and `int8_vectorwise_dequant` do."""
     scale = np.abs(x).max(1)
     numbers = np.round(x * (127 / scale[:, None])).astype(np.int8)
     module = name.removesuffix("weight")
@@ -103,7 +103,7 @@ def test_odd_rows_begin_within_a_byte(tmp_path):
 
 @pytest.mark.parametrize("name", full_except(["phi3-defaults"], ["moe-defaults", "gemma4-experts"]))
 def test_four_bits_of_fused_matrices_and_mixtures(tmp_path, name):
-    """Experts are apart, as transformers 4 wrote them; those of one tensor stay floats."""
+    """Experts are apart, as transformers 4 wrote them. Those of one tensor stay floats."""
     hf = cases.CASES[name].hf
     encode = four_bits(nested=True)
     (stored, equal) = convert(
@@ -129,7 +129,7 @@ def test_int8_stays_as_it_is(tmp_path):
 
 
 def test_settings_without_a_method(tmp_path):
-    """As versions of transformers before 4.34 wrote them."""
+    """The settings are written as versions of transformers before 4.34 wrote them."""
     old = {name: x for name, x in settings().items() if name != "quant_method"}
     path, equal = checkpoint(tmp_path / "a", HF, old, four_bits())
     assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", HF, equal))

@@ -51,7 +51,7 @@ def prompts(model) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(model, prompts) -> dict:
-    """The generated ids of each prompt, in one batch, without the EOS id; None: it did not end with EOS."""
+    """The generated ids of each prompt, in one batch, without the EOS id. None: it did not end with EOS."""
     options = xj.GenerateOptions(max_tokens=32, eos_token_ids=model.tokenizer.eos_token_ids)
     out = xj.generate(model.params, model.config, list(prompts.values()), options)
     rows = zip(prompts, out.tokens, out.finish_reason, strict=True)

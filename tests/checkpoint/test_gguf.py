@@ -60,7 +60,7 @@ def assert_same_numbers(params, wanted):
 
 @pytest.mark.parametrize("name", files.CONFIGS)
 def test_an_architecture(tmp_path, name):
-    """Its config and leaves are those of the Hugging Face checkpoint; groups of 32 stay as they are."""
+    """Its config and leaves are those of the Hugging Face checkpoint. Groups of 32 stay as they are."""
     path = tmp_path / "model.gguf"
     kinds = {}
 
@@ -96,7 +96,7 @@ def test_logits(tmp_path, name):
 
 
 def test_types_with_scales_of_two_levels_in_splits(tmp_path):
-    """Mixed K-quants become floats, or int8 or int4 anew; a model may be in three files."""
+    """Mixed K-quants become floats, or int8 or int4 anew. A model may be in three files."""
     types = {"q": files.Q4_K, "k": files.Q5_K, "v": files.Q6_K, "output": files.Q6_K, "gate": files.Q4_K}
     path = tmp_path / "model.gguf"
     config, tensors = files.write(

@@ -128,7 +128,7 @@ def test_tensors(tmp_path, name):
 
 
 def test_a_file_that_ends_early_or_repeats_itself(tmp_path):
-    """Wherever it ends there is one line; ranges of tensors neither overlap nor leave the file."""
+    """The error is one line at any end of the file. Ranges of tensors neither overlap nor leave the file."""
     path = tmp_path / "x.gguf"
     files.write(path, "qwen3", metadata=tokens())
     data = path.read_bytes()

@@ -42,7 +42,9 @@ def test_every_key_of_the_format_has_a_role(arch):
 
 
 def opened(file, **changes):
-    """What the metadata make of a file, with changes by key; None: without the key."""
+    """Returns the settings that the metadata of a file make, with changes by key. None: the key is
+    removed.
+    """
     metadata = {key: value for key, value in (file.metadata | changes).items() if value is not None}
     (_, own, settings) = opening._settings(file._replace(metadata=metadata))
     config = from_hf(settings)
@@ -69,7 +71,7 @@ def another(key, value):
 @pytest.mark.unit
 @pytest.mark.parametrize("name", files.CONFIGS)
 def test_keys_that_are_read_change_the_model(tmp_path, name):
-    """Another value makes another model, or is an error; required keys are needed."""
+    """Another value makes another model, or is an error. Required keys are needed."""
     files.write(tmp_path / "x.gguf", name)
     file = open_gguf(tmp_path / "x.gguf")
     arch = name.removesuffix("-experts")
@@ -99,7 +101,7 @@ NEUTRAL = {
 @pytest.mark.unit
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_a_key_that_is_not_supported_is_named(tmp_path, key):
-    """At the value at which it does nothing it is read past."""
+    """A key is skipped if it has the value at which it does nothing."""
     (neutral, other) = NEUTRAL[key]
     files.write(tmp_path / "x.gguf", "qwen3moe")
     file = open_gguf(tmp_path / "x.gguf")
@@ -111,7 +113,7 @@ def test_a_key_that_is_not_supported_is_named(tmp_path, key):
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gemma3"])
 def test_keys_of_another_converter(tmp_path, name):
-    """Ollama writes these beside the keys of llama.cpp, from the same checkpoints."""
+    """Ollama writes these next to the keys of llama.cpp, from the same checkpoints."""
     files.write(tmp_path / "x.gguf", name)
     file = open_gguf(tmp_path / "x.gguf")
     width = opened(file)[0]["head_dim"]
@@ -151,7 +153,9 @@ def test_errors(tmp_path, name):
 
 @pytest.mark.unit
 def test_absent_keys_have_the_defaults_of_the_format(tmp_path):
-    """Not those of a family in transformers: Qwen3's heads are 128 wide, and Qwen2 has 32 of keys."""
+    """The defaults are not the ones of a family in transformers: Qwen3's heads are 128 wide, and Qwen2 has 32
+    of keys.
+    """
     for name in ("qwen2", "qwen3"):
         files.write(tmp_path / "x.gguf", name)
         file = open_gguf(tmp_path / "x.gguf")
@@ -213,7 +217,7 @@ def test_vectors_and_defaults_of_sampling(tmp_path):
 
 
 def test_factors_of_matrices(tmp_path):
-    """`.scale` is a factor of a matrix, as of NVFP4's, or one for each expert; `.input_scale` is not used."""
+    """`.scale` is a factor of a matrix, as of NVFP4's, or one for each expert. `.input_scale` is not used."""
 
     kind = gguf.GGMLQuantizationType.NVFP4
     blocks = np.random.default_rng(0).integers(0, 127, (64, 36), np.uint8)  # a row of 64 numbers each
@@ -235,7 +239,7 @@ def test_factors_of_matrices(tmp_path):
 
 
 def test_the_head_of_a_reranker(tmp_path):
-    """Its rows are those of the tokens yes and no of the model's own head; another classifier is an error."""
+    """Its rows are those of the tokens yes and no of the model's own head. Another classifier is an error."""
     tokens = ["y", "e", "s", "n", "o", "ye", "yes", "no"]
     words = dict(WORDS, tokens=tokens, merges=["y e", "ye s", "n o"])
     metadata = {f"tokenizer.ggml.{key}": value for key, value in words.items()}

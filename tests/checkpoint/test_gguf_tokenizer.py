@@ -47,7 +47,7 @@ def assert_same_ids(found, backend, some):
 
 @pytest.mark.skipif(not QWEN.is_dir(), reason="the shared data are absent")
 def test_ids_of_qwen(tmp_path):
-    """1,000 texts; its chat template and EOS ids are those of the directory."""
+    """1,000 texts. Its chat template and EOS ids are those of the directory."""
     settings = json.loads((QWEN / "tokenizer_config.json").read_text())
     metadata = files.tokenizer_metadata(QWEN / "tokenizer.json", "qwen2", 151936)
     metadata |= {"tokenizer.ggml.eos_token_id": 151645, "tokenizer.ggml.bos_token_id": 151643}
@@ -64,7 +64,7 @@ def test_ids_of_qwen(tmp_path):
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data are absent")
 def test_ids_of_a_sentencepiece_vocabulary():
-    """Its merges follow from scores; a text begins with BOS and a space, unknown characters are bytes."""
+    """Its merges follow from scores. A text begins with BOS and a space, unknown characters are bytes."""
     metadata = files.tokenizer_metadata(STORIES / "tokenizer.json")
     found = tokenizer_of(metadata | {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2})
     backend = tokenizers.Tokenizer.from_file(str(STORIES / "tokenizer.json"))
@@ -73,7 +73,7 @@ def test_ids_of_a_sentencepiece_vocabulary():
 
 
 def test_spaces_that_are_tokens():
-    """Gemma's vocabulary: no prefix; user-defined tokens with spaces are merged first, end_of_turn ends."""
+    """Gemma's vocabulary: no prefix. User-defined tokens with spaces are merged first, end_of_turn ends."""
     plain = [*"abc▁\n", "▁a", "▁▁", "▁▁▁", "ab"]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *plain, "<end_of_turn>"]
     kinds = [3, 3, 3, 3, *[1] * 6, 4, 4, 1, 3]
@@ -162,7 +162,9 @@ def named(**changes):
 
 
 def test_tokens_that_end_an_answer():
-    """By id and by text, as llama.cpp knows them; control tokens typed as text control tokens."""
+    """The tokens are found by id and by text, as llama.cpp knows them. Control tokens that are typed as text
+    become control tokens.
+    """
     tokens = ["a", "b", "ab", "<|im_end|>", "<|fim_pad|>", "</s>", "<|end|>", "<|fim_prefix|>"]
     kinds = [1, 1, 1, 1, 3, 1, 4, 1]
     found = named(tokens=tokens, token_type=kinds, eot_token_id=2)

@@ -1,7 +1,7 @@
 """Checkpoints of the hub: pinned revisions, subfolders, files that were downloaded before, and errors.
 
-No test reaches the hub. The tests of the cache run the code of huggingface_hub on a cache that they write;
-the other tests stand in for the download, and check its arguments.
+No test reaches the hub. The tests of the cache run the code of huggingface_hub on a cache that they write.
+The other tests stand in for the download, and check its arguments.
 """
 
 import json
@@ -123,7 +123,7 @@ def test_weights_that_were_not_downloaded(cached, tmp_path, monkeypatch):
 
 
 def test_offline_the_remedy_is_named(cache, tmp_path):
-    """In a process of its own, since huggingface_hub reads the variable when it is imported."""
+    """The test runs in its own process, since huggingface_hub reads the variable when it is imported."""
     program = "import xinfer_jax as xj; print(xj.load_model('owner/name@v1').name); xj.load_model('owner/x')"
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
@@ -242,7 +242,7 @@ def test_each_failure_has_its_remedy(monkeypatch, error, remedy):
 
 
 def test_a_command_takes_a_revision(command, cached, monkeypatch):
-    """By flag and by name: the answers of two revisions of random weights differ."""
+    """The revision is given by flag and by name: the answers of two revisions of random weights differ."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     ask = "--prompt=the thing", "--raw", "--output=json"
     with_flag = command(f"--model={NAME}", "--revision=v1", *ask)

@@ -62,7 +62,7 @@ def test_other_dtypes_are_rejected(checkpoint, dtype):
 
 @pytest.mark.parametrize("dtype", tiny.DTYPES)
 def test_weights_do_not_depend_on_the_files_after_loading(tmp_path, dtype):
-    """Also where stored and target type are equal, no array may still refer to the file."""
+    """No array may still refer to the file, also if stored and target type are equal."""
     tiny.write(tmp_path, dtype=dtype)
     model = xj.load_model(tmp_path, dtype=dtype)
     file = tmp_path / "model.safetensors"
@@ -206,7 +206,7 @@ sys.stdin.readline()
 
 
 def _write_large(path, hf):
-    """About 200 MB of bfloat16 in two shards; experts are stacked, or about 50 MB in MXFP4."""
+    """About 200 MB of bfloat16 in two shards. Experts are stacked, or about 50 MB in MXFP4."""
     random = np.random.default_rng(0)
     specs = jax.tree.leaves(file_specs(from_hf(hf)))
     stacked = {spec.fused_name for spec in specs}

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded, each with one clear error; and hub names."""
+"""Checkpoints that cannot be loaded, each with one clear error, and hub names."""
 
 import json
 import os
@@ -177,7 +177,7 @@ TEXT = [
 
 @pytest.mark.parametrize("shards", [None, *SHARD_NAMES])
 def test_a_hub_name_is_downloaded(tmp_path, monkeypatch, shards):
-    """The index decides which shards; files of other uses are not fetched."""
+    """The index decides which shards. Files of other uses are not fetched."""
     path = tiny.write(tmp_path / "repository", shards=2 if shards else 1)
     weights = {"model.safetensors"}
     if shards:
@@ -237,7 +237,9 @@ def test_hub_error_is_reported_in_one_line(monkeypatch, error):
 
 @pytest.mark.full
 def test_offline_the_error_has_no_traceback_of_the_hub(tmp_path):
-    """With the real huggingface_hub in offline mode: one traceback from Python, one line from a command."""
+    """The real huggingface_hub in offline mode gives one traceback from Python, and one line from a
+    command.
+    """
     load = "import xinfer_jax as xj; xj.load_model('owner/name')"
     command = (
         "import xinfer_jax.cli.answer_flags as c;"

@@ -43,7 +43,7 @@ def quantized(tensors, sizes, scale_type=np.float16):
 
 
 def test_all_sizes(tmp_path):
-    """Bits and groups may differ by module; a module that is false stays float."""
+    """Bits and groups may differ by module. A module that is false stays float."""
     of_module = {"q": (2, 32), "k": (3, 32), "v": (5, 32), "o": (6, 64), "gate": (8, 64), "up": None}
 
     def sizes(name):

@@ -42,7 +42,7 @@ def exact(path):
 
 
 def test_kept_and_dequantized(path, kept, exact):
-    """The same logits; all bytes are in the leaves."""
+    """The same logits. All bytes are in the leaves."""
     tiny.assert_same_shapes(open_checkpoint(path, dtype="bfloat16"))
     assert kept.load_stats.dtype == "mxfp4"
     stored = tensors()
@@ -65,7 +65,7 @@ def test_kept_and_dequantized(path, kept, exact):
 
 @pytest.mark.full
 def test_engine_and_prefix(kept, exact):
-    """An engine's tokens are those of dequantized experts; prefixes know a model by its bytes."""
+    """An engine's tokens are those of dequantized experts. Prefixes know a model by its bytes."""
     prompts = cases.prompts(cases.CASES["gpt-oss-published"])
     wanted = xj.generate(exact.params, exact.config, prompts, OPTIONS).tokens
     with xj.Engine(kept, rows=2, capacity=128, chunk=64) as engine:

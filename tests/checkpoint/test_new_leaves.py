@@ -42,7 +42,7 @@ def assert_same(found, wanted) -> None:
 
 @pytest.mark.parametrize("name", parity_cases.FIRST.values())
 def test_leaves_of_tensors_in_any_order(name):
-    """Of each family: published files, and files with a tensor for each leaf."""
+    """The test converts, for each family, published files and files with a tensor for each leaf."""
     config = xj.ModelConfig.from_hf(parity_cases.CASES[name].hf)
     params = numpy_params(config)
     wanted = wanted_leaves(config, params)

@@ -108,7 +108,9 @@ def test_modules_to_not_convert_stay_float(tmp_path):
      ("quant_config.json", AWQ, dict(zero_point=True, q_group_size=16, w_bit=4, version="GEMM"))],
 )  # fmt: skip
 def test_quantization_settings_in_a_separate_file(tmp_path, file, settings, written):
-    """As AutoGPTQ and AutoAWQ wrote them before config.json had them. Other such files are ignored."""
+    """AutoGPTQ and AutoAWQ wrote these files before config.json had the settings. Other such files are
+    ignored.
+    """
     stored, equal = convert(settings)
     path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
     tiny.write_json(path / file, written)
@@ -198,7 +200,9 @@ def test_auto_round_packs_as_gptq_or_awq(tmp_path, packing, like):
 
 
 def test_some_modules_of_gptq_and_auto_round_are_stored_otherwise(tmp_path):
-    """By the first expression that matches: the projections of layer 0 in 8 bits, its gate as the others."""
+    """The first expression that matches decides: the projections of layer 0 have 8 bits, and its gate is as
+    the others.
+    """
     (stored, equal) = convert(GPTQ)
     eight = GPTQ | dict(bits=8, sym=True, group_size=8)
     (others, equal_others) = convert(eight, zeros=128)
@@ -219,7 +223,7 @@ def test_some_modules_of_gptq_and_auto_round_are_stored_otherwise(tmp_path):
 
 
 def test_rules_of_gptq_by_names_of_the_whole_model(tmp_path):
-    """Which a model that sees has. They are there again if it is saved beside the whole."""
+    """A model that sees has such names. They are there again if it is saved next to the whole."""
     (stored, _) = convert(GPTQ)
     (others, equal) = convert(GPTQ | dict(bits=8, sym=True), zeros=128)
     mlp = "model.layers.0.mlp."
@@ -407,7 +411,7 @@ def test_settings_of_a_separate_file_are_in_the_saved_config(tmp_path):
     ids=["awq", "awq-listed", "gptq"],
 )
 def test_a_matrix_that_became_float_is_listed(tmp_path, settings, listed):
-    """Beside the checkpoint whose tensors these are: nothing of it stays but its other tensors."""
+    """It is saved next to the checkpoint to which the tensors belong: only its other tensors stay."""
     path, equal = write(tmp_path / "from", settings)
     model = xj.load_model(path, dtype="float32")
     model.params["layers"][1]["q"]["weight"] = jnp.asarray(equal[f"{Q1}.weight"])

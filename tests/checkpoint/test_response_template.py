@@ -150,7 +150,7 @@ def test_other_templates_are_rejected(change, said):
 
 
 def test_a_parser_of_another_form_leaves_content():
-    """What the checks of a template do not know is found with a call, which is text then."""
+    """Errors that the checks of a template do not know are found with a call, which then is text."""
     field = XML["fields"]["tool_calls"]
     wrong = field | dict(content_args=field["content_args"] | dict(value_parser="json"))
     template = parse_response_template(XML | dict(fields=XML["fields"] | dict(tool_calls=wrong)))
@@ -159,7 +159,7 @@ def test_a_parser_of_another_form_leaves_content():
 
 
 def test_a_checkpoint_declares_it(good, tmp_path, caplog):
-    """It holds where the chat template writes calls in no known form; one that is not served is left out."""
+    """It holds where the chat template writes calls in no known form. One that is not served is left out."""
     config = json.loads((good / "tokenizer_config.json").read_text())
     for template, spec, is_used in (
         ("{{ messages[0].content }}", BRACKETS, True),

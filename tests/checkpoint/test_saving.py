@@ -1,4 +1,4 @@
-"""`save_model`: what is written is what is loaded, beside tensors of others too; a target is always whole."""
+"""`save_model`: what is written is what is loaded, beside tensors of others too. A target is always whole."""
 
 import dataclasses
 import json

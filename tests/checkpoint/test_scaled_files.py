@@ -144,7 +144,7 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
 @pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
 @pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
 def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
-    """Experts apart; several leaves are in one matrix. Widths are multiples of what a word holds."""
+    """Experts apart. Several leaves are in one matrix. Widths are multiples of what a word holds."""
     random = np.random.default_rng(0)
 
     def encode(tensor, x):
@@ -363,7 +363,7 @@ def test_fp8_files_that_are_wrong(tmp_path):
 
 
 def test_modelopt_settings_in_a_separate_file(tmp_path, caplog):
-    """With scales of keys and values, which one warning names, and scales of matrices in arrays."""
+    """The files have scales of keys and values, which one warning names, and scales of matrices in arrays."""
     stored, equal = convert(float_tensors(HF), nvfp4)
     stored |= {name: x[None] for name, x in stored.items() if name.endswith("weight_scale_2")}
     stored["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(1)

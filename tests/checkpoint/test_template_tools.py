@@ -1,4 +1,4 @@
-"""What chat templates do with tools: used or ignored, the form of calls, and histories with calls."""
+"""Tests how chat templates treat tools: used or ignored, the form of calls, and histories with calls."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def text(tokenizer: Tokenizer, messages: list, **chat) -> str:
 
 @pytest.mark.parametrize("name", tool_models.TEMPLATES)
 def test_the_form_is_found(tokenizer, name):
-    """And arguments are objects in a history, where the API sends JSON texts."""
+    """Arguments are objects in a history, although the API sends JSON texts."""
     own = with_template(tokenizer, tool_models.TEMPLATES[name])
     assert own.template_tools.used and own.template_tools.format == name
     shown = text(own, HISTORY, tools=tool_models.TOOLS)
@@ -120,7 +120,9 @@ def test_qwens_own_template():
 
 
 def test_gemmas_marks_stay_in_decoded_text(tokenizer):
-    """As <think> does, unlike other special tokens; so calls are found in the text of a chat."""
+    """The marks stay as <think> does, unlike other special tokens, so calls are found in the text of a
+    chat.
+    """
     tokenizer.backend.add_special_tokens([*GEMMA_TOKENS, "<turn|>"])
     answer = '<|channel>thought\nHm<channel|>So. <|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>'
     ids = tokenizer.encode(f"{answer}<turn|>", add_special_tokens=False)

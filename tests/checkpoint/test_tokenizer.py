@@ -132,7 +132,7 @@ def chunks_of(tokenizer: xj.Tokenizer, ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_incremental_text_of_random_ids_equals_decode(seed):
-    """With bytes that are not UTF-8, special tokens, and ids without a token."""
+    """The ids have bytes that are not UTF-8, special tokens, and ids without a token."""
     draw = random.Random(seed)
     ids = [draw.randrange(280) for _ in range(200)]
     chunks = chunks_of(make_tokenizer(), ids)
@@ -307,7 +307,9 @@ NO_DEFAULT = "none of its chat templates"  # of the error
 )  # fmt: skip
 @pytest.mark.parametrize("library", ["ours", pytest.param("transformers", marks=pytest.mark.full)])
 def test_source_of_the_chat_template(tmp_path, files, expected, with_tools, library):
-    """With and without tools, also as transformers chooses. with_tools: None: the same."""
+    """The template is found with and without tools, and as transformers finds it. with_tools: None: the same
+    template.
+    """
     own = from_files(tmp_path, **files)
     if library == "transformers":
         transformers = pytest.importorskip("transformers")

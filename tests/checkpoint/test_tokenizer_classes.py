@@ -35,7 +35,9 @@ TEXTS = (
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """In the form of Llama 2: the normalizer adds a space to each text between special tokens."""
+    """Returns a tokenizer in the form of Llama 2: the normalizer adds a space to each text between special
+    tokens.
+    """
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abA", "▁a", "▁A", "▁▁"]
     vocabulary = {text: i for i, text in enumerate(texts)}
     merges = [("▁", "a"), ("▁", "A"), ("▁", "▁")]
@@ -49,7 +51,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
 
 
 def large(more: int = 100_000) -> tokenizers.Tokenizer:
-    """As many tokens as `fix_mistral_regex` asks for."""
+    """Returns a tokenizer with the number of tokens that `fix_mistral_regex` asks for."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     texts = [*letters, *(f"{a}{b}" for a in "ABab" for b in "ABab"), *(f"<{i}>" for i in range(more))]
     merges = [(a, b) for a in "ABab" for b in "ABab"]
@@ -120,7 +122,9 @@ def test_a_space_before_a_text_of_bytes(tmp_path, name):
 
 
 def test_other_words_than_those_of_the_file_are_said(tmp_path):
-    """As in SmolLM2, whose file splits digits and whose class does not."""
+    """A warning says that the words differ, for example for SmolLM2, whose file splits digits and whose class
+    does not.
+    """
     backend = tiny.tokenizer()
     backend.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
     path = directory(tmp_path, backend, LLAMA, tokenizer_class="GPT2Tokenizer")

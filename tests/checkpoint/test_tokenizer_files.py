@@ -61,7 +61,7 @@ def test_a_json_file_that_is_too_large_is_rejected(copied):
 
 
 def test_shards_may_be_links(copied):
-    """As in a hub's cache, where files are links to blobs elsewhere."""
+    """Files in a hub's cache are links to blobs elsewhere."""
     assert xj.load_model(copied).params
 
 
@@ -90,7 +90,7 @@ BAD_TOKENIZERS = {
 
 @pytest.mark.parametrize("name", BAD_TOKENIZERS)
 def test_a_broken_tokenizer_is_rejected(tmp_path, name):
-    """Also where the tokenizers library panics, which is not an Exception."""
+    """It is also rejected if the tokenizers library panics, which is not an Exception."""
     tiny.write_json(tmp_path / "tokenizer.json", BAD_TOKENIZERS[name])
     with pytest.raises(xj.InputError, match="vocabulary|not a readable tokenizer|cannot encode"):
         xj.Tokenizer.from_dir(tmp_path).encode("hello")

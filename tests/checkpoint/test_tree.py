@@ -92,7 +92,7 @@ def test_a_text_model_within_one_that_sees():
 
 
 def test_experts_with_inputs_first(tmp_path):
-    """As Qwen3-VL is published; a checkpoint that is written like it has them so too."""
+    """Qwen3-VL is published in this form, and a checkpoint that is written like it has this form too."""
     config, tensors, want = published("moe-some-layers-dense")
     fused = cases.fuse_tensors(config, cases.random_tensors(config, seed=1))
     first = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in fused.items()}

@@ -105,7 +105,7 @@ def test_a_line_is_edited_and_the_terminal_is_given_back(environment, good):  # 
 
 @pytest.mark.full
 def test_ctrl_c_stops_an_answer_then_the_chat(environment, good):  # noqa: F811
-    """The first Ctrl-C stops an answer, whose text stays in the chat; at the prompt it ends the chat."""
+    """The first Ctrl-C stops an answer, whose text stays in the chat. At the prompt it ends the chat."""
     session = Session(environment, "scripts/chat.py", f"--model={good}", "--stats",
                       "--max_tokens=16",
                       "--compilation_cache=")  # fmt: skip

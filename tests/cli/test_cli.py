@@ -115,7 +115,7 @@ def test_system_and_raw_flags(ask):
 
 @pytest.mark.full
 def test_beam_search_flags(command, ask, good):
-    """The same sequences as from the library, with the checkpoint's EOS ids; text output has the best one."""
+    """The same sequences as from the library, with the checkpoint's EOS ids. Text output has the best one."""
     flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
     answer = ask(*flags)
     model = xj.load_model(good)
@@ -203,7 +203,7 @@ def test_flags_override_generation_config(ask, tmp_path, good):
 
 
 def test_names_of_flags_may_have_dashes():
-    """But values stay as they are."""
+    """The values stay as they are."""
     answer_flags.PARSER.parse(
         ["x", "--prompt", "--max-tokens", "--max-tokens=3", "--no-use-cache", "-top-k", "5", "--stop=a-b",
          "--nogeneration-config", "--repetition-penalty", "1.5", "--regex", "--no-x"]

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line on standard error, exit code 2; interrupts; and hostile inputs,
+"""Errors of the command line: one line on standard error, exit code 2; interrupts, and hostile inputs,
 rejected at once and with little memory.
 """
 
@@ -135,7 +135,7 @@ def accepted(check, *args) -> bool:
 
 
 def test_flags_are_checked_without_jax():
-    """In one process for all: each process would import jax for 2 s."""
+    """One process checks all flags: each process would import jax for 2 s."""
     program = """
 import sys
 from xinfer_jax.cli import answer_flags as cli, chat_flags as chat

@@ -144,7 +144,7 @@ class Session:
         os.close(theirs)
 
     def until(self, text: str = "") -> str:
-        """The text on the terminal up to these words, or to the end; fails where neither comes."""
+        """The text on the terminal up to these words, or to the end. Fails where neither comes."""
         seen = ""
         while not text or text not in seen:
             assert select.select([self._terminal], [], [], 60)[0], seen
@@ -220,7 +220,9 @@ def test_interrupt_while_generating(environment, good):
     ],
 )
 def test_scripts_need_no_installed_package(tmp_path, script, args, code, output):
-    """Without site no editable install is found; sys.path then has everything but this checkout."""
+    """The script runs without site, so no editable install is found. Then sys.path has everything except this
+    checkout.
+    """
     elsewhere = [path for path in sys.path if path and not (Path(path) / "xinfer_jax").is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(elsewhere)}
     run = process(environment, "-S", SCRIPTS / script, *args, cwd=tmp_path)
@@ -239,7 +241,7 @@ def test_a_cold_and_a_warm_start_give_the_same_bits(environment, tmp_path):
 
 
 def test_a_damaged_compilation_cache_warns_once(environment, good):
-    """jax warns of every entry and never writes it again; one line remains. This test is last, since others
+    """jax warns of every entry and never writes it again. One line remains. This test is last, since others
     share the cache.
     """
     process(environment, "-m", "xinfer_jax", f"--model={good}", ASK)  # another worker may have run the others

@@ -1,4 +1,4 @@
-"""The library logs by the logger "xinfer_jax", and prints nothing; commands show what it logs."""
+"""The library logs by the logger "xinfer_jax", and prints nothing. Commands show what it logs."""
 
 import logging
 import os

@@ -47,7 +47,7 @@ def dequantized(params):
 
 @pytest.mark.full
 def test_layers_are_those_of_the_model():
-    """With factors on what they add."""
+    """The layers have factors on the outputs that they add."""
     config = CASES["granite-tied-old"].config
     params = params_from(config, random_tensors(config, seed=3))
     tokens_BT, calibration = awq._calibration_batch(config, rows_for(config, (30, 30)))
@@ -89,7 +89,7 @@ def test_fake_quantize_equals_quantize_matrix(bits, group, inputs):
 @pytest.mark.full
 @pytest.mark.parametrize("bits, group", [(8, None), (8, 16), (4, 16)])
 def test_gptq_has_smaller_errors_than_rounding_to_nearest(bits, group):
-    """On correlated inputs; and the leaf has the type and shapes of `quantize_matrix`."""
+    """Errors are smaller on correlated inputs, and the leaf has the type and shapes of `quantize_matrix`."""
     rng = np.random.RandomState(1)
     matrix_NK = rng.standard_normal((24, 70)).astype(np.float32)
     x_MK = (
@@ -172,8 +172,9 @@ def scores(params, config, tokens_BT):
 @pytest.mark.full
 @pytest.mark.skipif(not STORIES.is_dir(), reason=f"the real data is missing: {STORIES}")
 def test_loss_of_a_trained_model():
-    """On text that the model itself generates: change of perplexity, as a fraction, and top-1 agreement. int8
-    loses almost nothing; int4 with AWQ at most 5 %, and less than rounded to nearest.
+    """Measures, on text that the model itself generates, the change of perplexity, as a fraction, and top-1
+    agreement. int8 loses almost nothing. int4 with AWQ loses at most 5 %, and less than with rounding to
+    nearest.
     """
     model = xj.load_model(STORIES, dtype="float32")
     options = xj.GenerateOptions(

@@ -1,4 +1,4 @@
-"""`from_hf`: the config of each family, from older and newer names; unsupported settings raise by name."""
+"""`from_hf`: the config of each family, from older and newer names. Unsupported settings raise by name."""
 
 import dataclasses
 import json
@@ -46,7 +46,9 @@ CASES = {name: case.hf for name, case in parity_cases.CASES.items()}
 
 
 def test_defaults_of_families():
-    """Of settings that every case of `parity_cases` has; the logits of those cases are transformers'."""
+    """The settings are in every case of `parity_cases`, so those cases do not test their defaults. The logits
+    of those cases are transformers'.
+    """
     (window,) = {layer.attention.window for layer in from_hf(hf("mistral")).layers}
     assert window == 4096
     assert from_hf(hf("qwen3")).head_dim == 128
@@ -59,7 +61,7 @@ def test_defaults_of_families():
 
 
 def test_fewer_layers():
-    """The first ones; more than there are is an error."""
+    """The first ones. More than there are is an error."""
     config = from_hf(hf("smollm3"))
     fewer = dataclasses.replace(config, num_hidden_layers=2)
     assert fewer.layers == config.layers[:2] and fewer != config
@@ -220,7 +222,7 @@ def test_harmless_keys_change_nothing():
     ],
 )
 def test_wrappers_that_do_not_say_whether_they_are_tied(model_type, text_type, is_tied, follows_text):
-    """As transformers 5.24 reads them: it goes by the outer object, in Qwen2-VL's also by the text's."""
+    """transformers 5.24 decides by the outer object and, for Qwen2-VL, also by the text's settings."""
     text = hf(text_type, head_dim=8)
     for own in ({}, dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)):
         wants = is_tied or follows_text and own.get("tie_word_embeddings", False)

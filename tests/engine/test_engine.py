@@ -190,7 +190,7 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
 
 
 def test_greedy_rows_run_no_sampler(engine, monkeypatch):
-    """Nor do they after rows that were sampled, though a slot keeps the settings of its last row."""
+    """They run none after rows that were sampled either, though a slot keeps the settings of its last row."""
     from xinfer_jax.engine.warm_up import WarmUp
 
     ran = set()
@@ -218,7 +218,7 @@ def test_greedy_rows_run_no_sampler(engine, monkeypatch):
 
 
 def test_host_arrays_are_not_changed(engine, monkeypatch):
-    """On a CPU a jitted function may read the memory of a NumPy array, also after the call."""
+    """A jitted function on a CPU may read the memory of a NumPy array, also after the call."""
     from xinfer_jax.engine.warm_up import WarmUp
 
     given = []

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 
 def test_a_request_gets_the_bits_it_gets_alone():
-    """40 requests of all kinds, in so few pages and such short time slices that rows are preempted;
+    """40 requests of all kinds, in so few pages and such short time slices that rows are preempted.
     scripts/soak_engine.py has other families.
     """
     rng = random.Random(3)

@@ -1,4 +1,4 @@
-"""What was wrong with the engine once, and must not come back."""
+"""Tests of faults that the engine once had, and that must not come back."""
 
 import asyncio
 import dataclasses
@@ -150,7 +150,7 @@ def test_best_of_cancelled_answers(engine):
 
 
 def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
-    """Not when the program was dispatched."""
+    """It does not end when the program is dispatched."""
     seen = []
     get = jax.device_get
     request = engine.submit([1], xj.GenerateOptions(max_tokens=1))
@@ -160,7 +160,7 @@ def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
 
 
 def test_requests_of_one_token_do_not_delay_others(engine):
-    """And cancels are handled between two chunks, whatever waits."""
+    """Cancels are handled between two chunks, whatever waits."""
     options = xj.GenerateOptions(max_tokens=1, eos_token_ids=())
     flood = engine.submit_many([[i] * 100 for i in range(5, 45)], options, client="a", prompt_logprobs=1)
     engine.step()
@@ -268,7 +268,7 @@ def test_times_count_from_arrival(engine):
 
 
 def test_a_stop_string_may_be_the_text_of_a_special_token(engine, model):
-    """If special tokens have text."""
+    """This holds if special tokens have text."""
     special = next(i for i, t in model.tokenizer.backend.get_added_tokens_decoder().items() if t.special)
     spelled = model.tokenizer.decode([special], skip_special_tokens=False)
     sampling = xj.SamplingConfig(allowed_token_ids=[special])

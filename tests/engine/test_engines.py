@@ -1,4 +1,4 @@
-"""Several engines behind one queue, and prompts and answers on different devices; tests that need several
+"""Several engines behind one queue, and prompts and answers on different devices. Tests that need several
 devices run in a process of their own.
 """
 

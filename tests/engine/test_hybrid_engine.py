@@ -37,8 +37,8 @@ def answers(requests: list[xj.types.Request]) -> list[tuple]:
 
 @pytest.mark.full
 def test_bits_alone_equal_those_beside_others(model, prompts):
-    """With rows that are preempted while they prefill and while they decode, for one of higher priority and
-    by time slices, and with hits of the prefix cache; `==`, not about.
+    """Rows are preempted while they prefill and while they decode, for a row of higher priority and by time
+    slices, and the prefix cache has hits. All numbers are `==`, not only close.
     """
     engine = xj.Engine(model, rows=2, capacity=256, chunk=64)
     alone = []
@@ -82,7 +82,9 @@ def test_snapshots_are_bounded():
 
 
 def test_a_long_prompt_keeps_early_snapshots():
-    """Of 20 chunks those after 1, 5 and 20; a prompt that leaves it after 7 adds one there."""
+    """A prompt of 20 chunks keeps the snapshots after chunks 1, 5 and 20. A prompt that leaves it after chunk
+    7 adds one there.
+    """
     scheduler = Scheduler(1, 64, 2048, 64, snapshots=PagePool(5))
 
     def hits(ids: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""What becomes of unfinished answers when an engine is paused."""
+"""Tests the fate of unfinished answers when an engine is paused."""
 
 import pytest
 import tiny

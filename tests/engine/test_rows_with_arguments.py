@@ -1,5 +1,5 @@
 """An engine that holds adapters, vectors for hidden states, and logits processors, which its rows name: their
-bits beside other rows, versions, pages, drafts, bad input.
+bits next to other rows, versions, pages, drafts, bad input.
 """
 
 import compiling
@@ -76,7 +76,7 @@ def own_engine(model):
 
 @pytest.fixture
 def engine(own_engine, adapters):
-    """With the adapters a, b and c."""
+    """Yields an engine with the adapters a, b and c."""
     for name in list(own_engine.adapters):
         own_engine.remove_adapter(name)
     for name, adapter in zip("abc", adapters, strict=True):
@@ -114,7 +114,7 @@ def generated(model, adapters, adapter=None, taps=None, processors=None, **how) 
 
 
 def test_rows_have_the_bits_that_they_have_alone(engine, model, adapters, monkeypatch):
-    """Beside others, and where a row is preempted in each step; nothing is compiled."""
+    """Rows run next to others, and a row is preempted in each step. Nothing is compiled."""
     contents = dict(zip("abc", adapters, strict=True))
     with compiling.events() as seen:
         alone = [answer(submit(engine, **row)) for row in ROWS]
@@ -282,8 +282,8 @@ def test_bad_calls_of_adapters(engine, model, adapters, tmp_path):
 
 
 def test_pages_of_steered_requests_are_never_shared(engine):
-    """Neither with others nor with requests of equal vectors; and none of theirs are kept. With factors of 0
-    they are shared.
+    """They are shared neither with other requests nor with requests of equal vectors, and none of them is
+    kept. With factors of 0 they are shared.
     """
     found = []
     cached = []
@@ -295,7 +295,7 @@ def test_pages_of_steered_requests_are_never_shared(engine):
 
 
 def test_factors_are_put_on_the_devices_once(model):
-    """And few of those of earlier rows are kept."""
+    """Few factors of earlier rows are kept."""
     held = HeldVectors(TAPS, model.params, model.config)
 
     def factors(calm):
@@ -367,7 +367,7 @@ def test_wrong_arguments_of_a_request(engine, named, message):
 
 
 def test_arguments_are_those_of_the_call():
-    """Not what the caller writes into an array later."""
+    """A value that the caller writes into an array later does not count."""
     array_V = np.ones(4, np.float32)
     held = HeldProcessors(dict(bias=(PRESENCE, array_V)))
     of_request = held.of_request(dict(bias=array_V))

@@ -59,7 +59,7 @@ def test_processors_have_one_form(model, engine):
 
 
 def test_taps_have_one_form(model, engine, vectors):
-    """By layer, as `Tap.steer` makes them."""
+    """Taps are given by layer, as `Tap.steer` makes them."""
     steer = lambda layers, factor: {  # noqa: E731
         layer: xj.Tap.steer(vectors[i], factor) for layer, i in layers.items()
     }

@@ -38,7 +38,7 @@ def order(row):
 
 class FakeDevice:
     """Executes the scheduler's actions on pages of cells that stand for bits. A cell has two hashes of the
-    cell before it in the row's own pages, of the token and of the weights; the first is also of the program
+    cell before it in the row's own pages, of the token and of the weights. The first is also of the program
     that wrote it. `row.expected` are the cells that a row should have. Files keep what is saved, by hash.
     """
 
@@ -109,7 +109,7 @@ class FakeDevice:
         return actions
 
     def transfer(self, action):
-        """Moves pages between the tiers; writes files of what was saved."""
+        """Moves pages between the tiers. Writes files of what was saved."""
         if isinstance(action, SavePages):
             for page, host_page, name in zip(*action, strict=True):
                 self.host_cells[host_page] = self.cells[page].copy()
@@ -217,7 +217,7 @@ class FakeDevice:
         return self.scheduler.prefix_cache and (max(best) if row.share_answers else best[True])
 
     def check_hits(self, row, start):
-        """The row starts after the longest known prefix; after a shorter one once pages were evicted."""
+        """The row starts after the longest known prefix. After a shorter one once pages were evicted."""
         expected = self.longest_hit(row)
         assert start == row.hits == expected or (self.lost and start == row.hits < expected)
         row.weights = self.weights
@@ -309,7 +309,9 @@ class FakeDevice:
         assert {*self.scheduler.waiting_for_files} <= {*self.queue} & {read.row for read in self.reads}
 
     def finish(self):
-        """In every step some row computes a token, until all have ended: no token is computed twice."""
+        """Steps until all rows have ended. Some row computes a token in every step, and no token is computed
+        twice.
+        """
         while self.rows:
             if self.reads:
                 self.end_read(0, 99)

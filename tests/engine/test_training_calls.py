@@ -1,4 +1,6 @@
-"""What training calls: an engine pauses, lends the memory of its pages, and gives rollouts as arrays."""
+"""Tests the calls of a trainer: an engine pauses, lends the memory of its pages, and gives rollouts as
+arrays.
+"""
 
 import asyncio
 import pickle
@@ -25,7 +27,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine() -> xj.Engine:
-    """Of a hybrid: it has pages, recurrent states and snapshots."""
+    """Returns the engine of a hybrid: it has pages, recurrent states and snapshots."""
     config = cases.CASES["qwen3-5-tied"].config
     model = xj.Model(cases.params_from(config, cases.random_tensors(config, 3)), config)
     return xj.Engine(model, rows=3, capacity=256, pages=12, chunk=64, warm_up=True)
@@ -72,7 +74,9 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
 
 
 def test_sample_gives_log_probabilities_as_arrays(engine):
-    """Those of the distribution that was sampled from too; beside rows that do not ask for them."""
+    """It also gives the log-probabilities of the distribution that was sampled from, next to rows that do not
+    ask for them.
+    """
     settings = xj.SamplingConfig(temperature=0.7, top_k=8)
     options = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(7,))
     both = xj.GenerateOptions(max_tokens=12, sampling=settings, eos_token_ids=(), logprobs=20)
@@ -167,7 +171,7 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
 
 
 def test_large_logits_are_of_the_last_layers_alone(monkeypatch):
-    """Where logits are large, groups of layers before the last have a program without them."""
+    """If logits are large, groups of layers before the last one have a program without logits."""
     config = xj.ModelConfig.from_hf(QWEN | dict(num_hidden_layers=6))
     params = xj.init_params(config, jax.random.key(0), "float32")
     assert len(layer_groups(config, 5)) == 2

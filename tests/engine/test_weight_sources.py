@@ -105,7 +105,7 @@ def test_a_source_that_fails_changes_nothing(engine, model, versions, tmp_path):
 
 
 def test_a_stream_is_converted_leaf_by_leaf(engine, model, versions):
-    """When the next tensor is asked for, the engine holds the last one, and no earlier one."""
+    """The engine holds the last tensor, and no earlier one, when it asks for the next tensor."""
     tensors = tensors_of(versions[1], model.config)
     given: list[weakref.ref] = []
     alive = []

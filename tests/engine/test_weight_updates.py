@@ -68,7 +68,7 @@ def check(engine, requests, versions) -> None:
 
 
 def test_continue_and_recompute(engine, versions):
-    """Two updates of each kind, of rows that decode, prefill and wait; the prompts begin alike."""
+    """Two updates of each kind, of rows that decode, prefill and wait. The prompts begin alike."""
     common = [*range(5, 105)]
     with compiling.events() as seen:
         requests = [start(engine, [*common, *range(60)], 5, prompt_logprobs=2)]
@@ -120,7 +120,7 @@ def test_wait(engine, versions):
 
 
 def test_paused_engines_switch_too(engine, versions):
-    """With their pages in host memory: rows go on with them, or compute them anew."""
+    """The pages are in host memory: rows continue with them, or compute them again."""
     requests = [start(engine, [4] * 90, 3)]
     with compiling.events() as seen:
         for version, mode in ((1, "continue"), (2, "recompute")):
@@ -191,7 +191,7 @@ def test_donated_parameters(engine, model, versions):
 
 
 def test_an_int8_engine_quantizes(model, versions):
-    """As it loads a model."""
+    """The engine quantizes new weights as it does when it loads a model."""
     quantized = [engine_requests.random_model("qwen2", "int8") for _ in range(2)]
     engine = xj.Engine(quantized[0], **SHAPE)
     own = engine.model.params
@@ -207,7 +207,7 @@ def test_an_int8_engine_quantizes(model, versions):
 
 
 def test_quantizing_on_an_accelerator(model, monkeypatch):
-    """By programs that are compiled once, a part at a time."""
+    """Programs quantize a part at a time, and are compiled once."""
     monkeypatch.setattr(params_like_module, "is_on_host", lambda x: False)
     for method in ("int8", "int4"):
         like = engine_requests.random_model("qwen2", method).params

@@ -152,7 +152,7 @@ def test_scores_in_fewer_bytes_are_those_of_one_forward_pass():
 
 @pytest.mark.full
 def test_beams_without_an_allowed_token(model):
-    """What had ended by then is returned, and no prompt disturbs another."""
+    """Beams that had ended by then are returned, and no prompt disturbs another."""
     params, config = model
     settings = [
         xj.SamplingConfig(no_repeat_ngram_size=1, allowed_token_ids=ids)
@@ -317,7 +317,7 @@ def test_transformers_finds_the_same(name, rules):
 
 
 def penalty_on(start: int, presence: float, frequency: float):
-    """The two penalties that transformers lacks, as a processor for it; `start`: where the answer begins."""
+    """The two penalties that transformers lacks, as a processor for it. `start`: where the answer begins."""
     import torch
 
     def processor(ids, scores):
@@ -400,8 +400,8 @@ def test_every_processor_as_in_transformers(monkeypatch):
     jax.clear_caches()
 
     def wanted(prompt: list[int], penalties=None, **given):
-        """With do_sample where there is a temperature, and then without transformers' own default of top_k
-        50.
+        """Returns the beams of transformers. If there is a temperature, do_sample is set, and transformers'
+        own default of top_k 50 is not used.
         """
         given = dict(do_sample=True, top_k=0) | given if "temperature" in given else given
         given |= dict(logits_processor=[penalty_on(len(prompt), *penalties)]) if penalties else {}

@@ -1,7 +1,7 @@
 """Every option of decoding with every other: additional options do not change the tokens, or raise an error
 that names them.
 
-BASES change the tokens, EXTRAS must not. REJECTED has the pairs that raise; all others work.
+BASES change the tokens, EXTRAS must not. REJECTED has the pairs that raise. All others work.
 """
 
 import dataclasses

@@ -45,8 +45,8 @@ def write(
     """A checkpoint as sentence-transformers writes it: no head, names without "model.".
 
     Args:
-        pooling, transformer: settings of these modules; None: a pooling of the last token, no file.
-        tokenizer: further settings of the tokenizer; None: it adds no tokens.
+        pooling, transformer: settings of these modules. None: a pooling of the last token, no file.
+        tokenizer: further settings of the tokenizer. None: it adds no tokens.
         settings: of config_sentence_transformers.json.
     """
     tiny.write(path, config | dict(architectures=None, tie_word_embeddings=True))
@@ -123,7 +123,7 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
 
 
 def test_a_text_is_encoded_as_the_checkpoint_says(tmp_path):
-    """Letters become lower-case, but not those of control tokens; a text that is too long is an error, or
+    """Letters become lower-case, but not those of control tokens. A text that is too long is an error, or
     truncated between its special tokens; after a prompt it spells no control token.
     """
     given = dict(max_seq_length=7, do_lower_case=True)
@@ -174,7 +174,7 @@ def test_shorter_vectors_are_normalized_again(tmp_path):
 
 @pytest.mark.full
 def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
-    """Its vectors depend on all tokens of a text, and on no padding; they have gradients."""
+    """Its vectors depend on all tokens of a text, and on no padding. They have gradients."""
     model = xj.load_model(write(tmp_path, dict(pooling_mode_cls_token=True), config=GEMMA), "float32")
     (first, alone, other) = xj.embed_texts(model, ["the end of it", "the end of it", "the end of me"])
     np.testing.assert_allclose(first, alone, atol=1e-6)
@@ -292,7 +292,7 @@ def test_a_long_document_is_truncated_before_the_template(reranker):
 
 
 def test_both_parts_have_the_ids_of_the_whole_text(reranker):
-    """With Qwen's tokenizer, whatever a query and a document end and begin with."""
+    """The ids agree with Qwen's tokenizer, whatever characters a query and a document begin and end with."""
     if not (directory := DATA / "qwen2.5-0.5b-instruct").exists():
         pytest.skip("needs the tokenizer of Qwen2.5")
     tokenizer = xj.Tokenizer.from_dir(directory)

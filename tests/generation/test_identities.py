@@ -1,5 +1,5 @@
-"""What must be equal: cached and not, chunked and whole, alone and in a batch, streamed and looped; and what
-must not recompile or copy.
+"""Tests of results that must be equal: cached and not, chunked and whole, alone and in a batch, streamed and
+looped. Also tests of calls that must not recompile or copy.
 """
 
 import dataclasses
@@ -150,7 +150,9 @@ def test_simple_stream_loop_and_recomputing_give_the_same_tokens(model):
 
 
 def test_nothing_is_compiled_for_other_settings_and_rows_within_the_buckets(qwen):
-    """After a greedy call, one with plain settings and one with any other, up to the next power of two."""
+    """The first calls are a greedy call, a call with plain settings and a call with any other setting. The
+    next calls, up to the next power of two, compile nothing.
+    """
     params, config = qwen
     rows = prompts(3, 31, 17, 25)
 
@@ -178,7 +180,7 @@ def test_nothing_is_compiled_for_other_settings_and_rows_within_the_buckets(qwen
 
 @pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "bfloat16", "float16"]))
 def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
-    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none
+    """Compiled memory analysis: the cache's bytes are aliased. Temporaries are far below the weights: none
     were widened or copied.
     """
     config = from_hf(

@@ -31,7 +31,9 @@ def run(params, prompts=(PROMPT,), key=None, **given) -> xj.types.GenerateOutput
 
 
 def test_images_in_a_prompt_are_rejected_in_words(params):
-    """Wherever prompts come in, before anything is traced; other ids of the whole model are text."""
+    """All functions that take prompts raise, before anything is traced. Other ids of the whole model are
+    text.
+    """
     text = tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, model_type="qwen3_vl_text")
     ids = dict(image_token_id=9, video_token_id=10, vision_start_token_id=11, vision_end_token_id=12)
     config = from_hf(dict(model_type="qwen3_vl", text_config=text) | ids)
@@ -236,7 +238,7 @@ def test_bad_options_raise(params, name, value):
     ],
 )
 def test_options_that_do_not_fit_raise(params, given, message):
-    """Of a stream before its first token is asked for."""
+    """A stream raises before its first token is asked for."""
     options = xj.GenerateOptions(**dict(max_tokens=2, capacity=4) | given)
     for call in (xj.generate, xj.stream):
         with pytest.raises(xj.InputError, match=message):

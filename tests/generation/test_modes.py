@@ -57,7 +57,7 @@ SETTINGS = xj.SamplingConfig(
 
 @contextlib.contextmanager
 def modes(settings):
-    """For all threads, as of engines."""
+    """Sets the modes for all threads, such as the threads of engines."""
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -127,7 +127,7 @@ def types(tree):
 
 @pytest.mark.parametrize("name", full_except(["hybrid"], TRACED, soak=["mixture", "windows", "int8 cache"]))
 def test_functions_in_a_trace(name):
-    """Under all modes together, and with 64-bit ids under x64."""
+    """The functions run under all modes together, and with 64-bit ids under x64."""
     want = shapes(TRACED[name])
     for mode in ("strict", "x64_strict"):
         with modes(MODES[mode]):
@@ -188,7 +188,9 @@ def host_arrays(models):
 
 
 def engine(models):
-    """With pages on the host, a prefix, a grammar, an adapter, all settings; and new weights."""
+    """Runs an engine with pages on the host, a prefix, a grammar, an adapter, all settings, and new
+    weights.
+    """
     model = models["text"]
     how = dict(pages=6, host_pages=8, adapters={"a": models["adapter"]})
     with xj.Engine(model, rows=2, capacity=192, **how) as engine:
@@ -258,7 +260,7 @@ def test_calls_that_run(models, name, mode, request):
 
 
 def test_every_function_of_arrays_has_default_modes():
-    """Those that are left call others, or take no arrays."""
+    """The functions that are left call others, or take no arrays."""
     functions = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
     for name, function in functions.items():
         if function.__code__.co_filename == old_names.__file__:  # it takes old names of arguments too

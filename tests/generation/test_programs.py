@@ -1,4 +1,6 @@
-"""Which programs a call compiles: few, whatever the number of layers. Both executors return the same."""
+"""Tests of the programs that a call compiles: they are few, whatever the number of layers. Both executors
+return the same.
+"""
 
 import compiling
 import jax
@@ -107,7 +109,7 @@ def test_programs_that_each_call_compiles(model):
     ],
 )
 def test_arguments_choose_the_executor(monkeypatch, prompts, given, in_one_loop):
-    """Of `generate`: rows x new tokens. `stream` decodes layer by layer."""
+    """The product of rows and new tokens decides for `generate`. `stream` decodes layer by layer."""
     model = layers(2, max_position_embeddings=512)
     chosen = []
 
@@ -141,7 +143,7 @@ def test_no_step_follows_the_last_token(model, monkeypatch):
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
 def test_impl_chooses_the_program_of_each_call(jitted):
-    """Kernels are another program than plain operations, whichever came first; called again, it is kept."""
+    """Kernels are another program than plain operations, whichever came first. Called again, it is kept."""
     params, config = layers(1)
 
     def logits(impl):
@@ -178,7 +180,7 @@ def test_each_kind_of_layer_has_a_program():
 
 
 def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
-    """From the shapes of an opened checkpoint."""
+    """The shapes of an opened checkpoint are enough to compile it."""
     from xinfer_jax.checkpoint.loading import open_checkpoint
 
     opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40, vocab_size=264)))
@@ -227,12 +229,12 @@ def test_layer_groups():
     ],
 )
 def test_layerwise_prefill_width(rows, widths):
-    """As few chunks as with 256 tokens of all rows each, and little padding."""
+    """The width gives as few chunks as with 256 tokens of all rows each, and little padding."""
     assert {n: LayerwiseExecutor.prefill_width(n, rows) for n in widths} == widths
 
 
 def test_a_prompt_of_several_chunks_compiles_one_width():
-    """It compiles as many programs as a short prompt; another length of the same width compiles none; padding
+    """It compiles as many programs as a short prompt. Another length of the same width compiles none. Padding
     changes nothing.
     """
     config = from_hf(SMALL | dict(hidden_size=24, max_position_embeddings=1024))
@@ -296,7 +298,7 @@ def test_both_executors_return_the_same_tokens(model, given, monkeypatch):
 
 
 def test_the_same_call_has_the_same_bits_cold_and_warm():
-    """Whatever was compiled before it."""
+    """The bits are the same whatever was compiled before the call."""
     model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)
     calls = [([PROMPT], options(max_tokens=12)), ([PROMPT], options(max_tokens=300, capacity=512))]
 

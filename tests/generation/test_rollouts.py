@@ -71,7 +71,7 @@ def test_bad_arguments_of_packing_and_going_on_raise(recorded):
     out = recorded
     for how, message in (
         ((PROMPTS, LENGTHS + 2, out), "num_tokens_B: 5 is outside 0 … 4"),
-        ((PROMPTS, LENGTHS, out, np.zeros((2, 4, 1, 2), int)), "the answer has no routes"),
+        ((PROMPTS, LENGTHS, out, np.zeros((2, 4, 1, 2), int)), "the answer has no routed experts"),
         ((PROMPTS.tolist(), LENGTHS, out), "prompt_BT must be an array of integers"),
     ):
         with pytest.raises(xj.InputError, match=message):

@@ -46,7 +46,7 @@ def test_prefill_chunks_fit_the_cache(model):
 
 
 def test_a_row_joins_others_that_continue(model):
-    """The second row ends; another prompt is prefilled into its row, and its state is admitted. The first row
+    """The second row ends. Another prompt is prefilled into its row, and its state is admitted. The first row
     does not change.
     """
     params = model.params

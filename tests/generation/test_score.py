@@ -1,4 +1,4 @@
-"""Scores are log_softmax of the logits, alone or in a batch, in parts or whole, with gradients; the sampler
+"""Scores are log_softmax of the logits, alone or in a batch, in parts or whole, with gradients. The sampler
 and transformers agree.
 """
 
@@ -82,7 +82,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
 
 @pytest.mark.full
 def test_ids_that_are_no_tokens_in_a_trace():
-    """Below 0 they are padding, as in labels; above the vocabulary, and after both, scores are NaN."""
+    """Below 0 they are padding, as in labels. Above the vocabulary, and after both, scores are NaN."""
     config = dataclasses.replace(cases.CASES["qwen2-gqa-tied-old"].config, num_hidden_layers=1)
     params = cases.params_from(config, cases.random_tensors(config, 5))
     tokens_BT = jnp.asarray(batch()[0])[:, :12]
@@ -120,8 +120,8 @@ def test_ids_that_are_no_tokens_in_a_trace():
 
 @pytest.mark.full
 def test_logits_in_parts_are_those_of_the_whole():
-    """A vocabulary so large that the logits of 70 tokens exist a part at a time, which is no divisor of them;
-    the gradient goes through the parts.
+    """A vocabulary so large that the logits of 70 tokens exist a part at a time, which is no divisor of them.
+    The gradient goes through the parts.
     """
     config = dataclasses.replace(
         cases.CASES["qwen2-gqa-tied-old"].config, vocab_size=2**19, num_hidden_layers=1
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_the_whole(model):
 
 @pytest.mark.full
 def test_generate_returns_the_same_log_probabilities(bundled):
-    """EOS entry included; temperature and top-p change what is drawn, not what is reported."""
+    """EOS entry included. Temperature and top-p change what is drawn, not what is reported."""
     params = bundled.params
     config = bundled.config
     tok = bundled.tokenizer
@@ -297,8 +297,8 @@ SHORT = dict(
 
 
 def test_short_batches_are_one_part():
-    """If all logits and their gradient take no more than the gradient of the vocabulary's matrix: a loop
-    would carry that, and each of its parts compute the logits again.
+    """They are one part if all logits and their gradient take no more than the gradient of the vocabulary's
+    matrix: a loop would carry that, and each of its parts would compute the logits again.
     """
 
     def sizes(tokens, dtype="float32", **changes):

@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens are those of plain decoding, greedy or sampled, with any draft; accepted
+"""Speculative decoding: the tokens are those of plain decoding, greedy or sampled, with any draft. Accepted
 draft tokens are counted. Verifying them at all positions at the same time, as GPUs do, equals one position
 after the other, as CPUs do.
 """
@@ -153,7 +153,7 @@ COMMON = [
 
 
 def rows_before(settings: list, logprobs: bool, wanted: bool, V: int = V):
-    """Rows that have sampled some tokens; row 2 has ended, row 3 may sample two more tokens."""
+    """Rows that have sampled some tokens. Row 2 has ended, row 3 may sample two more tokens."""
     rng = np.random.RandomState(3)
     sampling = settings_per_row(settings, B, V)
     history = rng.randint(0, V, (B, S)).astype(np.int32)

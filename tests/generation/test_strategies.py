@@ -30,7 +30,7 @@ def run(model, prompts=PROMPTS, key=0, **given) -> xj.types.GenerateOutput:
 
 
 def streamed(model, prompts=PROMPTS, until=None, **given):
-    """What a stream yields, told to stop after so many steps, and its output."""
+    """Returns the ids that a stream yields, told to stop after `until` steps, and its output."""
     steps = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0))
     seen = []
     for ids in steps:

@@ -72,7 +72,7 @@ def test_a_list_of_prompts_gives_a_list(model):
 
 
 def test_a_list_with_stop_strings(model):
-    """Each text ends before its first stop string, as it does alone; a row without one continues."""
+    """Each text ends before its first stop string, as it does alone. A row without one continues."""
     whole = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
     stops = (whole[0][3:6], whole[1][5:6])
     options = dataclasses.replace(SAMPLED, stop_strings=stops)
@@ -83,7 +83,7 @@ def test_a_list_with_stop_strings(model):
 
 
 def test_the_stop_string_completed_first_counts(model):
-    """In a single prompt and in a list."""
+    """The rule holds in a single prompt and in a list."""
     options = xj.GenerateOptions(max_tokens=16, stop_strings=("Yes,", "e"))
     assert xj.generate_text(model, QUESTION, options) == "Y"
     assert list(xj.stream_text(model, QUESTION, options)) == ["Y"]
@@ -92,7 +92,7 @@ def test_the_stop_string_completed_first_counts(model):
 
 @pytest.mark.full
 def test_min_new_tokens_holds_against_stop_strings(model):
-    """Also in a list with several numbers, and in an engine."""
+    """It also holds in a list with several numbers, and in an engine."""
     stops = dict(max_tokens=16, stop_strings=("e", "🚀"))
     settings = [xj.SamplingConfig(min_tokens=count) for count in (1, 2, 11, 12)]
     wanted = ["Y", "Yes, 你", "Yes, 你", ANSWER]  # the rocket is complete with the 12th token
@@ -116,7 +116,7 @@ def test_system_and_raw_apply_to_each_prompt(model):
 
 @pytest.mark.parametrize("prompt", ["", [7], ["x", "y"], [TALK, TALK]])
 def test_stream_text_rejects_prompts_before_iteration(model, prompt):
-    """Not only when the first chunk is requested."""
+    """The error comes before the first chunk is requested."""
     with pytest.raises(xj.InputError):
         xj.stream_text(model, prompt)
 
@@ -213,7 +213,7 @@ def test_incomplete_characters_are_decoded_a_bounded_number_of_times(model, monk
 
 
 def test_an_end_id_has_no_text(model):
-    """Also one that is no special token, in all functions of text; `tokens` has it."""
+    """An id that is no special token has none either, in all functions of text. `tokens` has it."""
     tokenizer = model.tokenizer
     whole = xj.generate(model.params, model.config, [xj.encode_prompt(model, QUESTION)]).tokens[0]
     end = whole[3]

@@ -57,7 +57,7 @@ def test_the_byte_automaton_is_the_expression():
 
 
 def test_the_masks_are_those_of_the_host(model, monkeypatch):
-    """At each step of random answers."""
+    """The masks are equal at each step of random answers."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     vocabulary = vocabulary_of(model.tokenizer, model.config.vocab_size)
     compared = 0
@@ -93,7 +93,7 @@ def test_the_masks_are_those_of_the_host(model, monkeypatch):
 
 @pytest.mark.full
 def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
-    """One automaton for all rows, one per row, and traced ones; the tokens are those of `generate`."""
+    """One automaton for all rows, one per row, and traced ones. The tokens are those of `generate`."""
     config = model.config
     eos = config.eos_token_ids
     dfas = [

@@ -85,7 +85,7 @@ def reference(model, prompt, key, sampling, allowed):
     full_except([("choice", HOT)], [("lark", xj.SamplingConfig()), ("lark", HOT), ("choice", HOT)]),
 )
 def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, grammar, sampling):
-    """By `generate`, `stream` and the engine."""
+    """The rows of `generate`, of `stream` and of the engine are compared."""
     allowed = lambda ids: grammar_cases.allowed_in_choice(model, TEXTS, ids)  # noqa: E731
     want = [reference(model, p, key, sampling, allowed) for p, key in zip(PROMPTS, KEYS, strict=True)]
     given = options(model, grammar, sampling=sampling)
@@ -135,7 +135,7 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
 
 @pytest.mark.full
 def test_other_rows_keep_their_tokens_and_bits(model, engine):
-    """Beside constrained rows in one batch and in the engine, greedy and sampled."""
+    """The rows run next to constrained rows in one batch and in the engine, greedy and sampled."""
     sampling = [HOT, xj.SamplingConfig(), HOT]
     chosen = bound(model, "lark")
     outs = [
@@ -203,7 +203,7 @@ def test_answers_are_valid(model, engine):
 
 @pytest.mark.full
 def test_processors_and_a_grammar_together(model, engine):
-    """Stop ids, biases and log-probabilities; what leaves no token is an error."""
+    """Stop ids, biases and log-probabilities. What leaves no token is an error."""
     biased = xj.SamplingConfig(logit_bias={i: -np.inf for i in model.tokenizer.encode("y")})
     out = engine.submit(
         [5], xj.GenerateOptions(max_tokens=24, sampling=biased, grammar=xj.grammar.choice(TEXTS), logprobs=4)
@@ -322,7 +322,7 @@ def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
 
 
 def test_compiled_grammars_are_few(model):
-    """The latest ones are kept; an old one is compiled again."""
+    """The latest ones are kept. An old one is compiled again."""
     vocabulary = vocabulary_of(model.tokenizer, model.config.vocab_size)
     for i in range(400):
         vocabulary.matcher(xj.grammar.json_schema({"const": i}))

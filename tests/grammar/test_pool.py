@@ -1,4 +1,4 @@
-"""Grammars that stop a compiler end in one sentence; the masks of other processes are those of this one; rows
+"""Grammars that stop a compiler end in one sentence. The masks of other processes are those of this one. Rows
 whose masks are late wait alone.
 """
 
@@ -61,7 +61,7 @@ def test_a_hostile_grammar_ends_in_an_answer_or_a_sentence(pool, monkeypatch, na
 
 
 def test_masks_are_those_of_this_process(model, pool):
-    """Also with draft tokens, and where a process was lost in between."""
+    """They are equal also with draft tokens, and if a process was lost in between."""
     grammar = xj.grammar.json_schema(
         dict(type="array", items=dict(enum=["a", "bc", 12])), tokenizer=model.tokenizer
     )

@@ -35,7 +35,7 @@ def allows(found, text):
 
 
 def test_random_answers_to_random_schemas_are_valid():
-    """Without `served_schema` a tenth of these answers are not valid."""
+    """A tenth of these answers are not valid without `served_schema`."""
     counts = schema_walks.walk_schemas(100, 4)
     print(counts)
     assert counts["served"] > 60 and counts["ended"] > 250
@@ -124,7 +124,7 @@ def test_what_a_schema_allows(schema, texts, others):
     ],
 )  # fmt: skip
 def test_classes_are_those_of_python(pattern):
-    """Of the characters that stand in strings, ASCII and others."""
+    """The classes are compared on characters that stand in strings, ASCII and others."""
     schema = matcher(dict(type="string", pattern=f"^{pattern}$"))
     for char in map(chr, [*range(0x7F), 0xE9, 0x65E5, 0x1F600]):
         if char >= " " or char in "\b\t\n\f\r":
@@ -160,7 +160,9 @@ def test_what_would_be_wrong_is_rejected_by_name(schema, words):
 
 
 def test_sources_are_searched_in_linear_time():
-    """In the server's own process, where one search stops all threads: these took 56 and 40 seconds."""
+    """The server searches in its own process, and one search there stops all threads. These sources once took
+    56 and 40 seconds.
+    """
     began = time.process_time()
     assert served_schema(dict(type="string", pattern=r"\p{" * 120_000), False)
     assert lark_text("lark", 'start: "' + r"\"" * 40_000).startswith("%llguidance")
@@ -191,7 +193,7 @@ def annotated(schema):
 
 
 def test_annotations_change_nothing():
-    """Also those whose names are names of properties, which stay."""
+    """This includes annotations whose names are names of properties, which stay."""
     words = dict(type="object", propertyNames=dict(type="string"))
     texts = dict(type="array", items=dict(type="string", pattern="^a"))
     schema = dict(
@@ -204,7 +206,9 @@ def test_annotations_change_nothing():
 
 
 def test_unions_with_a_discriminator():
-    """As pydantic and zod write them. Another `oneOf` stays: a value may be valid for two of its schemas."""
+    """The unions are written as pydantic and zod write them. Another `oneOf` stays: a value may be valid for
+    two of its schemas.
+    """
     kinds = {
         name: dict(type="object", properties=dict(kind=dict(const=name), size=A), required=["kind"])
         for name in ("cat", "dog")
@@ -230,7 +234,9 @@ def test_deep_schemas_are_rejected():
 
 
 def test_models_of_pydantic():
-    """Not strict: what nothing enforces is left out. Their properties are all that objects have."""
+    """The schemas are not strict: rules that nothing enforces are left out. Objects have only their
+    properties.
+    """
     pydantic = pytest.importorskip("pydantic", reason="the extra `clients` is not installed")
 
     class Item(pydantic.BaseModel):

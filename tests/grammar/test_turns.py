@@ -1,4 +1,4 @@
-"""Which process does a job, and whose job is next."""
+"""Tests of the choice of the process that does a job, and of the client whose job is next."""
 
 import threading
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def test_grammars_are_slow_for_all_and_masks_for_their_client(turns):
 
 
 def test_the_client_goes_first_whose_jobs_took_least(turns):
-    """Also one that is known to send quick jobs before those of which nothing is known."""
+    """A client that is known to send quick jobs goes before clients of which nothing is known."""
     for client, seconds in (("cheap", 0.001), ("dear", 0.05)):
         for _ in range(4):
             work(turns, job(client, MASKS), seconds)

@@ -1,4 +1,4 @@
-"""RoPE with the append to a cache: the kernel against its reference, in Pallas's interpreter; decode steps of
+"""RoPE with the append to a cache: the kernel against its reference, in Pallas's interpreter. Decode steps of
 models that run on it.
 """
 

@@ -1,5 +1,5 @@
 """Attention without a cache by cuDNN: when it is chosen; its numbers beside plain jnp, with XLA in the place
-of cuDNN; and the calls in a program for a GPU. No kernel of cuDNN runs here.
+of cuDNN, and the calls in a program for a GPU. No kernel of cuDNN runs here.
 """
 
 import dataclasses

@@ -105,7 +105,7 @@ def test_products_of_parts_drop_no_digit_of_float32():
 @pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 def test_a_layer_equals_plain_jnp(impl):
-    """Between its products, which takes blocks too."""
+    """The computation between the layer's products is compared. It takes blocks too."""
     case = (1, 2, 128, 128, 3, F32, (5, 0), (70, 66), 70)
     new, (*taps, log_rate_N, bias_N, norm_Y), old, start_B, count_B = arrays(*case)
     new = jax.tree.map(jnp.nan_to_num, new)

@@ -47,7 +47,9 @@ def test_step(name, impl):
 
 
 def test_which_state_is_on_the_chip():
-    """Of a row without a token that of the row before it; of the first rows that of the first with one."""
+    """A row without a token has the state of the row before it. The first rows have the state of the first
+    row with a token.
+    """
     for count, want in [((0, 1, 0, 0, 1), [1, 1, 1, 1, 4]), ((0, 0), [0, 0]), ((1, 1, 0), [0, 1, 1])]:
         assert delta_tpu.rows_on_chip(jnp.array(count)).tolist() == want
     assert [delta_tpu.groups_of_heads(*case) for case in ((16, 2**21), (4, 2**21), (48, 2**22), (16, 9))] == [
@@ -79,7 +81,9 @@ def test_any_shape(impl):
 @pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 def test_a_layer_equals_plain_jnp(impl):
-    """Between its products; rows without a token have another result, which nothing reads."""
+    """The computation between the layer's products is compared. Rows without a token have another result,
+    which nothing reads.
+    """
     new, (*taps, log_rate_N, bias_N, norm_Y), old, start_B, count_B = arrays(*CASES["ragged"])
     layer = dict(zip(("conv_q", "conv_k", "conv_v"), taps, strict=True))
     layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)

@@ -23,7 +23,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, h
     "family, cache_dtype", [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16")]
 )
 def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtype):
-    """The mixture of experts is in bfloat16, so that products and experts are kernels too; experts of one
+    """The mixture of experts is in bfloat16, so that products and experts are kernels too. Experts of one
     layer are in int4.
     """
     if family == "qwen2":
@@ -58,7 +58,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
     "name, cache_dtype", [("qwen2", "int4"), ("windows-nope-untied", "int8")]
 )
 def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype):
-    """With a bias of keys (qwen2) that is larger than they are, and with rings."""
+    """The models have a bias of keys (qwen2) that is larger than the keys are, and rings."""
     config = from_hf(CONFIGS[name] | dict(hidden_size=64, head_dim=32)) if name == "qwen2" else None
     if config is None:
         params, config = build(name)

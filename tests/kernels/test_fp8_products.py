@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_moved_bits_are_the_number_times_a_power_of_two(dtype):
-    """Of every byte but NaN, as the kernel's instructions move them."""
+    """Every byte except NaN is moved as the kernel's instructions move it."""
     shift, inverse, _ = fp8._FORMS[dtype]
     byte = np.delete(np.arange(256), [127, 255])
     high = (byte << 8).astype(np.uint16)
@@ -40,7 +40,7 @@ def test_moved_bits_are_the_number_times_a_power_of_two(dtype):
 
 @pytest.mark.parametrize("device, step", [("TPU v6 lite", 16), ("TPU7x", 1)])
 def test_numbers_of_tpus(device, step):
-    """Of every byte but NaN."""
+    """Every byte except NaN is converted."""
     values = jnp.asarray(np.delete(np.arange(256), [127, 255]).astype(np.uint8).view(ml_dtypes.float8_e4m3fn))
     with kernels_pallas.assume_device(None, device, "tpu"):
         got = tpu_fp8._numbers(values)

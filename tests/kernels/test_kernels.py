@@ -1,7 +1,7 @@
 """The engine on kernels: the same tokens and gradients as on plain jnp, and programs for NVIDIA GPUs lowered
 on a machine without one.
 
-Kernels run emulated here (`impl="interpret"`); each is compared with its oracle in test_kernels_triton.py and
+Kernels run emulated here (`impl="interpret"`). Each is compared with its oracle in test_kernels_triton.py and
 test_kernels_mosaic.py.
 """
 
@@ -135,7 +135,7 @@ def decode_programs(dtype="bfloat16"):
 
 @pytest.fixture(params=["mosaic", "triton"])
 def fake_gpu(request, monkeypatch):
-    """As if this process had an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
+    """Makes this process seem to have an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
     selection = kernels_pallas.Selection(request.param, "an imaginary GPU")
     monkeypatch.setattr(kernels_pallas.dispatch, "device_impl", lambda: selection)
     jax.clear_caches()  # no earlier trace
@@ -187,7 +187,7 @@ def test_select_states_its_reasons():
 
 
 def test_the_head_of_an_int8_vocabulary():
-    """Kernels under every name are Triton's; float32 and int8 activations take logits."""
+    """Kernels under every name are Triton's. float32 and int8 activations take logits."""
     config = from_hf(QWEN)
     numbers = np.random.RandomState(0)
     values_VD = numbers.randint(-127, 128, (config.vocab_size, config.hidden_size)).astype(np.int8)
@@ -208,7 +208,7 @@ def test_the_head_of_an_int8_vocabulary():
 
 @pytest.mark.full
 def test_kernels_serve_every_cache_but_gear(fake_gpu):
-    """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
+    """Rings and quantized keys too. Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))
     config = with_windows(config, (7, None))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))

@@ -27,8 +27,8 @@ IMPLS = {"interpret": BF16, "interpret_tpu": jnp.float32}
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_products(impl):
-    """Of q, k without an adapter, and v. The last row's adapter is NaN, and no other row reads it; nor do the
-    adapters of other rows change a row's bits.
+    """The products are q, k without an adapter, and v. The last row's adapter is NaN, and no other row reads
+    it. Adapters of other rows do not change a row's bits.
     """
     draws = np.random.default_rng(0)
     dtype = IMPLS[impl]
@@ -71,7 +71,9 @@ def test_products(impl):
 @pytest.mark.full
 @pytest.mark.parametrize("impl", IMPLS)
 def test_leaves(impl):
-    """Of gate and up, in one launch for few rows, and in parts for many; results and gradients."""
+    """The leaves gate and up run in one launch for few rows, and in parts for many. Results and gradients are
+    compared.
+    """
     dtype = IMPLS[impl]
     keys = iter(jax.random.split(jax.random.key(0), 20))
 

@@ -35,7 +35,7 @@ X = 6
 @pytest.mark.parametrize("sort", [sort_choices, _sort], ids=["xla", "triton"])
 @pytest.mark.parametrize("X", [9, 70_000])  # 31,000 choices of 70,000 experts are beyond int32
 def test_choices_in_order_of_their_experts(sort, X):
-    """Those of other devices' experts, below 0 or from X on, are before or after all."""
+    """Choices of other devices' experts, below 0 or from X on, are before or after all."""
     expert_C = np.random.RandomState(0).randint(-5, X + 5, 31_000)
     keys_C, start_X1 = map(np.asarray, sort(jnp.asarray(expert_C), X))
     order_C = np.argsort(np.clip(expert_C, -1, X), kind="stable")
@@ -94,7 +94,7 @@ def test_biases_and_a_limit():
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matrices_in_mxfp4(dtype):
-    """With all numbers of 4 bits; three groups of inputs, and of features."""
+    """The matrices have all numbers of 4 bits, three groups of inputs, and three groups of features."""
     bytes_of = np.random.RandomState(0).randint
     draws = jax.random.split(jax.random.key(0), 5)
     shapes = [(X, 3, 16, 96)] * 3
@@ -123,7 +123,9 @@ def test_matrices_in_mxfp4(dtype):
 
 
 def test_bits_of_a_choice_depend_on_no_other_choice():
-    """Nor on its place in a tile: rows in another order, and one row beside others that chose its expert."""
+    """They do not depend on its place in a tile either: rows run in another order, and one row runs next to
+    others that chose its expert.
+    """
     x, weight, expert, *matrices = case(jnp.bfloat16, distinct(40, 2))
     out_MD = np.asarray(by_kernel(x, weight, expert, *matrices))
     order = np.random.RandomState(1).permutation(40)
@@ -198,7 +200,9 @@ def test_select_takes_triton_on_every_gpu(monkeypatch):
     ],
 )
 def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):
-    """With the check of varying axes; a device runs its kernels, whatever it has to skip."""
+    """The layer is lowered with the check of varying axes. A device runs its kernels, whatever it has to
+    skip.
+    """
     config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
     layer = {name: layer[name] for name in ("router", "experts")}
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="tpu" if impl == "tpu" else "gpu")

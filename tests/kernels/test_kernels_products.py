@@ -1,4 +1,4 @@
-"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it."""
+"""The product kernel against its reference, in Pallas's interpreter. Models whose products run on it."""
 
 import dataclasses
 from functools import partial
@@ -86,7 +86,7 @@ CONFIG = from_hf(
 
 
 def model(method=None):
-    """A bfloat16 model of one layer; method: "int4" for its layer's matrices."""
+    """A bfloat16 model of one layer. method: "int4" for its layer's matrices."""
     params = xj.init_params(CONFIG, jax.random.key(0), "bfloat16")
 
     def leaf(path, x):

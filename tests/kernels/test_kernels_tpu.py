@@ -165,7 +165,9 @@ def test_select_states_its_reasons():
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_kernels_compile_for_a_tpu():
-    """For v6e, without copies of the cache. In a process of its own, which may load libtpu beside another."""
+    """The kernels compile for v6e, without copies of the cache. This runs in its own process, which may load
+    libtpu next to another one.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     command = [sys.executable, str(SUPPORT / "compile_for_tpu.py"), "v6e"]

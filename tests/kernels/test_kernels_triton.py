@@ -1,4 +1,4 @@
-"""The Triton kernels of the greedy token against their references, in Pallas's interpreter; all Triton
+"""The Triton kernels of the greedy token against their references, in Pallas's interpreter. All Triton
 kernels lowered for a GPU that need not be present.
 """
 

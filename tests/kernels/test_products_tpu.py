@@ -102,7 +102,9 @@ def test_a_row_has_the_same_bits_beside_others(name):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [F32, BF16, "int8"])
 def test_greedy_token(kind, streamed):
-    """Of equal logits the first, of NaN the first; more rows than read the matrix once."""
+    """The first of equal logits is returned, and the first NaN. The rows are more than the number that reads
+    the matrix once.
+    """
     draws = np.random.default_rng(0)
     dtype = F32 if kind == F32 else BF16
     rows = 65 if kind == BF16 else 5
@@ -124,7 +126,7 @@ def test_greedy_token(kind, streamed):
 
 
 def test_what_the_kernel_takes():
-    """One launch for matrices of one format; others go to XLA, or one by one."""
+    """One launch for matrices of one format. Others go to XLA, or one by one."""
     x = jnp.ones((2, 64), BF16)
     w = jnp.ones((16, 64), BF16)
 

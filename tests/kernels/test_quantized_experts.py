@@ -31,7 +31,7 @@ KINDS = ["int8", INT4, "fp8", *[(4, 32, False), (4, 96, True), (8, 32, False)], 
 def case(  # noqa: PLR0913
     seed, kind, tokens, U, X, D, F, dtype="bfloat16", experts=None, biases=False
 ):
-    """Arguments of the kernels. experts: that a token chooses from; those in the middle are here."""
+    """Arguments of the kernels. experts: that a token chooses from. Those in the middle are here."""
     draws = np.random.default_rng(seed)
     experts = experts or X
     expert_MU = np.stack([draws.permutation(experts)[:U] for _ in range(tokens)]) - (experts - X) // 2

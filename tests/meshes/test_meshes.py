@@ -1,6 +1,6 @@
-"""A model over a mesh, on virtual devices in separate processes (mesh_cases.py); and rows that a caller
+"""A model over a mesh, on virtual devices in separate processes (mesh_cases.py), and rows that a caller
 divides over devices, by `jax.shard_map` with its check of varying values or by a mesh's axes. These programs
-are traced; one runs on two devices.
+are traced. One runs on two devices.
 """
 
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import mesh_cases
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.oldest
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
 ROWS = PartitionSpec("rows")
 REPLICATED = PartitionSpec()
+OTHERS = " ".join(["qwen3-4 qwen3_moe-2 qwen3_next-4", *(f"{family}-2" for family in mesh_cases.OTHERS)])
 ARGUMENTS = (np.arange(48, dtype=np.int32).reshape(4, 12), np.array([12, 5, 9, 1], np.int32), np.arange(8))
 
 
@@ -59,7 +61,7 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
 
 
 def main():
-    """With the check and without, on meshes of both axis types: equal results."""
+    """Compares results with the check and without, on meshes of both axis types: they are equal."""
     params = random_params(CONFIG)
     outs = []
     for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):
@@ -85,6 +87,7 @@ def test_shard_map_on_two_devices():
         "an_engine caches int8_activations kernels experts rows_over_data training adapters taps",
         "collectives_of_a_layer collectives_of_sampling qwen2-8 gpt_oss-4 olmo3-2 gemma4-4 glm4_moe-4 lfm2-8"
         " deepseek_v3-2 deepseek_v3-8",
+        pytest.param(OTHERS, marks=pytest.mark.soak, id="other families"),
     ],
 )
 def test_a_model_over_a_mesh(cases):
@@ -114,7 +117,7 @@ def test_explicit_axes_outside_a_trace(mesh, how):
 
 
 def test_block_tables_are_not_divided(mesh):
-    """Keys, values and states of three or more axes are divided by heads; tables and counts are not."""
+    """Keys, values and states of three or more axes are divided by heads. Tables and counts are not."""
     pool = np.zeros((4, 2, 64, 8), np.float32)
     paged = Paged(pool, pool, None, 128, np.zeros((3, 2), np.int32))
     specs = cache_specs((paged, np.zeros((3, 2, 4)), np.zeros(3)), mesh)

@@ -179,7 +179,7 @@ def test_data_parallel_with_a_coordinator_raises():
 
 
 def test_coordinator_auto_reads_the_cluster(monkeypatch):
-    """As `jax.distributed.initialize` does; flags override the cluster's values."""
+    """The cluster is read as `jax.distributed.initialize` reads it. Flags override the cluster's values."""
     slurm = dict(JOB_ID="77", STEP_NODELIST="node[3-4]", NTASKS="2", PROCID="1", LOCALID="0")
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -208,7 +208,7 @@ class Store:
 
 @pytest.fixture
 def run():
-    """What `jax.distributed` knows about a run of three processes, in each of them."""
+    """Yields the values that `jax.distributed` knows about a run of three processes, in each of them."""
     with socket.create_server(("127.0.0.1", 0)) as service:
         address = f"127.0.0.1:{service.getsockname()[1]}"
         about = dict(client=Store(), coordinator_address=address, num_processes=3)
@@ -445,7 +445,7 @@ def test_shared_secrets_of_processes(tmp_path, monkeypatch, command, cache):
 
 
 def run_two(*arguments) -> list[str]:
-    """What two Python processes print; "{}" in their arguments is the number of the process."""
+    """Returns the output of two Python processes. "{}" in their arguments is the number of the process."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     started = []
     for i in range(2):
@@ -498,7 +498,7 @@ def test_a_model_of_two_processes_is_saved(model, tmp_path):
 
 
 def test_new_weights_in_all_processes_or_none():
-    """Host arrays and arrays of both processes; a tree that is wrong in one of them, or in both."""
+    """Host arrays and arrays of both processes. A tree that is wrong in one of them, or in both."""
     outs = run_two(SUPPORT / "update_in_processes.py", free_port(), "{}")
     first, second = (json.loads(out.splitlines()[-1]) for out in outs)
     assert second[0].startswith("process 0 calls update first")

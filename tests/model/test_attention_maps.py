@@ -1,4 +1,4 @@
-"""Attention weights against transformers', where torch is installed; sums, windows, gradients, mistakes."""
+"""Attention weights against transformers', where torch is installed. Sums, windows, gradients, mistakes."""
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ def test_they_are_those_of_transformers(name):
 
 
 def test_rows_sum_to_one(model):
-    """Of a text with padding; chosen heads; a window; and a gradient."""
+    """The text has padding. Chosen heads, a window, and a gradient are tested too."""
     params, config = model
     tokens_BT = np.array(prompts(12, 12))
     num_tokens_B = np.array([12, 7])
@@ -77,7 +77,9 @@ def test_rows_sum_to_one(model):
     ],
 )
 def test_weighted_values_are_what_attention_adds(name, changes):
-    """To the residual stream, where the layer's MLP adds nothing: with biases, windows, and gates."""
+    """Attention adds them to the residual stream. The layer's MLP adds nothing, and there are biases,
+    windows, and gates.
+    """
     config = cases.Case(cases.CASES[name].hf | changes).config
     params = cases.params_from(config, cases.random_tensors(config, 1))
     tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 11))

@@ -59,7 +59,7 @@ def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
     ],
 )
 def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
-    """rows: the number of rows that are left of it; 0: it is missing."""
+    """rows: the number of rows that are left of it. 0: it is missing."""
     case = cases.CASES["phi3-defaults"]
     weights = cases.fuse_tensors(case.config, cases.random_tensors(case.config, 0))
     matrix = weights.pop(f"model.layers.1.{name}.weight")
@@ -71,7 +71,7 @@ def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
 
 @pytest.mark.full
 def test_int8_logits_are_close_to_float32():
-    """With norms around both parts of each layer."""
+    """The model has norms around both parts of each layer."""
     name = "gemma2-no-caps-layer-types"
     config, params = build(name)
     prompt = np.array([cases.prompts(cases.CASES[name])[1]])
@@ -88,7 +88,9 @@ def test_int8_logits_are_close_to_float32():
     [("moe-some-layers-dense", "int8"), ("qwen3-next-sparse-step", "int4"), ("glm4-moe-groups", "int8")],
 )
 def test_quantized_experts(tmp_path, name, quantize):
-    """From stacked tensors and from one for each expert; the first have interleaved projections too."""
+    """The experts are loaded from stacked tensors and from one tensor for each expert. The stacked tensors
+    have interleaved projections too.
+    """
     config, params = build(name)
     paths = [write_checkpoint(tmp_path / str(fused), cases.CASES[name].hf, fused) for fused in (True, False)]
     models = [xj.load_model(path, dtype="float32", quantize=quantize) for path in paths]
@@ -170,8 +172,8 @@ def test_longrope_below_and_above_its_switch(row):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_of_one_expert(dtype):
-    """With many experts, many tokens are sorted by expert: results and gradients are those of each token
-    alone, and at one shape the bits of a row depend neither on its place nor on other rows.
+    """If there are many experts, many tokens are sorted by expert. Results and gradients are equal to the
+    ones of each token alone. At one shape, the bits of a row depend neither on its place nor on other rows.
     """
     config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
     layer = random_params(config, dtype=dtype)["layers"][0]

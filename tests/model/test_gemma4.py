@@ -57,7 +57,7 @@ def test_generated_tokens_by_cache_stream_and_drafts(model):
 
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
-    """Over pages in int8, whose heads have two widths."""
+    """The engine has pages in int8, whose heads have two widths."""
     family_checks.check_engine_bits(model)
 
 
@@ -75,7 +75,7 @@ def test_negative_scales_of_experts():
 
 
 def published(case: cases.Case, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
-    """config.json and tensors of the text model beside others; with keys of layers that have none."""
+    """config.json and tensors of the text model next to others; with keys of layers that have none."""
     tensors = cases.fuse_tensors(case.config, cases.random_tensors(case.config, seed))
     tensors |= {"model.layers.5.self_attn.k_proj.weight": np.zeros((2, 2), np.float32)}
     text = {k: v for k, v in case.hf.items() if k != "architectures"}

@@ -38,13 +38,13 @@ def test_generated_tokens_by_cache_and_drafts(model):
 
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
-    """Over pages in int8, with the bias of keys apart."""
+    """The engine has pages in int8, and the bias of keys is kept separately."""
     family_checks.check_engine_bits(model)
 
 
 @pytest.mark.full
 def test_sinks_in_kernels(queries=3):
-    """The kernels, emulated, and plain jnp; a sink far above all scores leaves nothing of the values."""
+    """The kernels, emulated, and plain jnp. A sink far above all scores leaves nothing of the values."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(2, queries, 6, 16), (2, 2, 64, 16), (2, 2, 64, 16)]
     q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
@@ -113,7 +113,7 @@ def test_rejected_settings(change, message):
 
 
 def test_defaults():
-    """Of an almost empty config.json: those of transformers."""
+    """An almost empty config.json has the defaults of transformers."""
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
     config = xj.ModelConfig.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
     assert config.layer_windows == (128, None, 128, None)

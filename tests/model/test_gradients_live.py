@@ -102,13 +102,15 @@ def test_gradients_are_those_of_torch(name, request):
         found["remat, stacked"] = deviation(
             again if config.shares_kv else xj.params.unstack_layers(again), plain
         )
-        how = dict(segment_ids_BT=np.repeat(np.arange(2), LENGTHS)[None])
-        if config.experts:
-            routed_experts = xj.score(params, config, *batch, return_routed_experts=True).routed_experts
-            how["routed_experts"] = np.concatenate(
-                [x[:n] for x, n in zip(routed_experts, LENGTHS, strict=True)]
-            )[None]
-        packed = gradient(params, np.array([sum(rows, [])], np.int32), **how)
-        found["packed, routes" if config.experts else "packed"] = deviation(packed, plain)
+        # Texts of other models are not packed: their RoPE depends on the length of a row.
+        if not any(rope.rope_type in ("dynamic", "longrope") for rope in config.ropes):
+            how = dict(segment_ids_BT=np.repeat(np.arange(2), LENGTHS)[None])
+            if config.experts:
+                routed_experts = xj.score(params, config, *batch, return_routed_experts=True).routed_experts
+                how["routed_experts"] = np.concatenate(
+                    [x[:n] for x, n in zip(routed_experts, LENGTHS, strict=True)]
+                )[None]
+            packed = gradient(params, np.array([sum(rows, [])], np.int32), **how)
+            found["packed, routes" if config.experts else "packed"] = deviation(packed, plain)
     print(name, {way: f"{off:.1e} {leaf}" for way, (off, leaf) in found.items()})
     assert all(off <= BOUND for off, _ in found.values()), found

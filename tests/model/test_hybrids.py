@@ -1,5 +1,5 @@
 """Hybrids: linear attention beside full attention. The recurrent state is a kind of cache: what is cached
-equals what is not, however it is split; drafts are undone; what has no state is rejected.
+equals what is not, however it is split. Drafts are undone. What has no state is rejected.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def out(model):
-    """What it generates."""
+    """Returns the output of `generate`."""
     return xj.generate(*model, dataclasses.replace(CACHED, keep_prefix=True))
 
 
@@ -140,7 +140,9 @@ def test_null_is_as_absent():
 
 
 def test_meshes_divide_the_heads_of_linear_attention():
-    """Not only their widths: three heads of width 12 have 36 numbers, which two devices divide."""
+    """Dividing their widths is not enough: three heads of width 12 have 36 numbers, which two devices
+    divide.
+    """
     odd = with_mixer(CASE.config, num_key_heads=3, num_value_heads=6)
     assert is_divisible(CASE.config, 2) and not is_divisible(odd, 2)
 

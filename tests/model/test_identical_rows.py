@@ -23,7 +23,7 @@ ROWS = (9, 13, 33)
     "dtype", full_except(["float32", "int8"], ["float32", "bfloat16", "float16", "int8", "int4"])
 )
 def test_products_of_few_outputs(dtype):
-    """Of one row in all places. A product of one output is no product with a vector."""
+    """One row is repeated in all places. A product of one output is no product with a vector."""
     random = np.random.RandomState(0)
     x_1I = random.standard_normal((1, 96)).astype(np.float32)
     xs_MI = [np.repeat(x_1I, rows, 0) for rows in ROWS]

@@ -38,7 +38,7 @@ def with_layers(*layers: LayerSpec) -> xj.ModelConfig:
 
 
 def test_mixers_share_the_cache_of_their_kind_and_window():
-    """One cache for each mixer that has its own, in order; those that share use the last one like theirs."""
+    """One cache for each mixer that has its own, in order. Those that share use the last one like theirs."""
     shared = [dataclasses.replace(spec, shares_kv=True) for spec in (FULL, SLIDING)]
     layers = [(DELTA,), (FULL, DELTA), (), (SLIDING,), (FULL,), (DELTA,), (shared[1],), tuple(shared)]
     config = with_layers(*map(LayerSpec, layers))

@@ -1,5 +1,5 @@
 """LFM2: short convolutions beside attention. A row's cache is its last few inputs: what is cached equals what
-is not, however it is split; drafts are undone; what has no state is rejected.
+is not, however it is split. Drafts are undone. What has no state is rejected.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def out(model):
-    """What it generates."""
+    """Returns the output of `generate`."""
     return xj.generate(*model, dataclasses.replace(CACHED, keep_prefix=True))
 
 
@@ -87,8 +87,8 @@ def test_texts_of_one_row_do_not_see_each_other(model):
 
 @pytest.mark.full
 def test_bits_alone_equal_those_beside_others(model):
-    """With rows that are preempted while they prefill and while they decode, with snapshots of a common
-    prefix, and with draft tokens; `==`, not about.
+    """Rows are preempted while they prefill and while they decode. There are snapshots of a common prefix,
+    and draft tokens. All numbers are `==`, not only close.
     """
     random = np.random.RandomState(1)
     first, second, common, other = (random.randint(0, cases.VOCAB, n).tolist() for n in (10, 60, 128, 150))
@@ -199,7 +199,7 @@ def test_rejected_draft_models_and_caches(model):
 
 
 def test_meshes_divide_groups_of_channels():
-    """As many as heads, if that number divides the channels."""
+    """There are as many groups as heads, if that number divides the channels."""
     assert is_divisible(CASE.config, 2)
     assert not is_divisible(dataclasses.replace(CASE.config, hidden_size=46), 2 * 23)
     three = dataclasses.replace(CASE.config, hidden_size=54)

@@ -1,4 +1,4 @@
-"""The comparison of test_golden.py with other weights, live, where torch and transformers are installed; and
+"""The comparison of test_golden.py with other weights, live, where torch and transformers are installed, and
 tests that need them.
 """
 
@@ -54,7 +54,7 @@ def build(name: str, seed: int = 1000):
 
 
 def until_near_tie(answer: list[int], gaps: np.ndarray) -> list[int]:
-    """The answer up to the first token where rounding may change the choice; prints how many are left out."""
+    """The answer up to the first token where rounding may change the choice. Prints how many are left out."""
     doubtful = np.flatnonzero(gaps < DOUBT)
     if len(doubtful):
         print(
@@ -96,7 +96,7 @@ def test_logits_and_greedy_ids(name):
 
 
 def test_stops_at_the_same_eos():
-    """At once, and after the tokens that `min_tokens` asks for."""
+    """Rows stop at once, and after the tokens that `min_tokens` asks for."""
     name = "qwen2-window-late-layers"
     config, params, model = build(name)
     prompts = cases.prompts(cases.CASES[name])
@@ -119,7 +119,7 @@ def test_stops_at_the_same_eos():
 
 @pytest.mark.parametrize("name", cases.FIRST.values())
 def test_transformers_opens_what_is_saved(tmp_path, name):
-    """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
+    """Its logits stay, and next to its own checkpoint the names, dtypes and bits of all tensors."""
     config, params, model = build(name)
     prompt = cases.prompts(cases.CASES[name])[1]
     xj.save_model(params, config, tmp_path / "ours", max_shard_bytes=100_000)
@@ -143,7 +143,7 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_configs_written_by_transformers_mean_the_same(name):
-    """transformers reads every config.json and writes it with its current field names; the result must mean
+    """transformers reads every config.json and writes it with its current field names. The result must mean
     the same to us.
     """
     settings = copy.deepcopy(cases.CASES[name].hf)
@@ -238,8 +238,8 @@ def test_top_k(seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_top_p(seed):
-    """Without ties, of which transformers keeps some at random and we all; without rows that end within
-    rounding of p.
+    """The rows have no ties, because transformers keeps some of the tied tokens at random, and this library
+    keeps all. No row ends within rounding of p.
     """
     logits_BV = random_logits(seed)[ROWS // 4 :]
     random = np.random.RandomState(seed)

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def cases(file: Path, name: str = "text") -> list:
-    """The cases of a golden file as pytest parameters; none where the data is missing."""
+    """The cases of a golden file as pytest parameters. None where the data is missing."""
     if not file.is_file():
         return []
     listed = json.loads(file.read_text(encoding="utf-8"))["cases"]

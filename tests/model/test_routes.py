@@ -58,7 +58,9 @@ score = jax.jit(
 
 
 def assert_close(got, want, bound=2e-5, least=0.1):
-    """To a part of each array's largest number; of 1 where it is one number, a sum of many that cancel."""
+    """Compares to a part of each array's largest number. If the array is one number, a sum of many that
+    cancel, it compares to a part of 1.
+    """
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         at_least = 1.0 if y.size == 1 else least
         np.testing.assert_allclose(x, y, atol=bound * max(at_least, float(np.max(np.abs(y)))), rtol=0)
@@ -99,7 +101,7 @@ def test_routes_of_packed_texts(model, others):
 
 
 def test_tokens_without_a_route_choose_freely(model, others):
-    """A token of which one expert is -1; what was used is returned, here of stacked layers."""
+    """A token of which one expert is -1. What was used is returned, here of stacked layers."""
     params, config = model
     batch = cases.pad_prompts(TEXTS)
     mixed = others.copy()
@@ -115,7 +117,9 @@ def test_tokens_without_a_route_choose_freely(model, others):
 
 @pytest.mark.full
 def test_a_rollout_is_scored_with_its_routes():
-    """Also where the scoring model's router would choose others; and after the result of a tool."""
+    """It is also scored with them if the scoring model's router would choose others, and after the result of
+    a tool.
+    """
     params, config = build(NAMES[0], num_hidden_layers=1, mlp_only_layers=[])
     prompts_BT, num_tokens_B = cases.pad_prompts(TEXTS)
     asked = dict(return_routed_experts=True)

@@ -27,7 +27,7 @@ def add(hidden_BTD, vector_D):
 
 
 def test_reads_are_the_residual_stream(model):
-    """The embeddings; each layer's output, from which the rest of the model gives the same hidden states."""
+    """The embeddings. Each layer's output, from which the rest of the model gives the same hidden states."""
     params, config, tokens_BT = model
     taps = {layer: xj.Tap(read=True) for layer in (-1, 0, 1)}
     hidden_BTD, _, _, reads = xj.run_model(params, config, tokens_BT, taps=taps)
@@ -83,8 +83,8 @@ def test_an_identity_is_no_other_program(model):
 
 
 def test_gradients_of_a_steering_vector(model):
-    """Of a loss through the layers after the tap, computed again, against finite differences; vmap over
-    vectors.
+    """The gradient of a loss through the layers after the tap, which are computed again, equals finite
+    differences. vmap runs over vectors.
     """
     params, config, tokens_BT = model
 
@@ -106,7 +106,7 @@ def test_gradients_of_a_steering_vector(model):
 
 @pytest.mark.full
 def test_taps_with_a_cache_and_packing(model):
-    """Of one token after the others: what the whole text gives."""
+    """The reads of a token after the others equal the reads of the whole text."""
     params, config, tokens_BT = model
     keys = (0, "attention"), (0, "layer")
     taps = {key: xj.Tap(jnp.ones(config.hidden_size), add, read=True) for key in keys}
@@ -181,7 +181,7 @@ def test_taps_that_read_need_run_model(model):
 
 
 def test_taps_of_score(model):
-    """An edit changes log-probabilities as it does those of `forward`; none reads."""
+    """An edit changes log-probabilities as it does those of `forward`. None reads."""
     params, config, tokens_BT = model
     taps = {0: xj.Tap(jnp.ones(config.hidden_size), add)}
     logits_BTV, _ = xj.forward(params, config, tokens_BT, taps=taps)
@@ -230,7 +230,7 @@ def test_taps_of_prefill_and_the_loop(model):
 
 @pytest.mark.full
 def test_taps_of_generate_and_streams(model):
-    """Tokens are those of `decode_loop`; other arguments compile nothing; an identity changes nothing; what
+    """Tokens are those of `decode_loop`. Other arguments compile nothing. An identity changes nothing. What
     does not combine is rejected by name.
     """
     params, config, tokens_BT = model

@@ -1,5 +1,5 @@
-"""What training adds to the forward pass: layers computed again, stacked layers, packed texts, gradients of
-experts by tiles. Each equals the plain way, gradients included.
+"""Tests of the parts that training adds to the forward pass: layers computed again, stacked layers, packed
+texts, gradients of experts by tiles. Each equals the plain way, gradients included.
 """
 
 from functools import partial
@@ -52,7 +52,9 @@ def model(request):
 
 
 def assert_close(got, want, bound=1e-5):
-    """To a part of each array's largest number; of 1 where it is one number, a sum of many that cancel."""
+    """Compares to a part of each array's largest number. If the array is one number, a sum of many that
+    cancel, it compares to a part of 1.
+    """
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         least = 1.0 if y.size == 1 else 0.1
         np.testing.assert_allclose(x, y, atol=bound * max(least, float(np.max(np.abs(y)))), rtol=0)
@@ -76,7 +78,9 @@ def test_layers_computed_again_give_equal_gradients(model):
 
 
 def test_a_policy_stores_the_parts_of_a_layer_that_it_names():
-    """Without a name nothing is stored, as by "layer"; fewer products are computed again of what is."""
+    """A policy without a name stores nothing, as "layer" does. Fewer products are computed again if a part is
+    stored.
+    """
     config = config_of(NAMES[0])
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0)))
 
@@ -119,7 +123,7 @@ def test_packed_texts_are_the_texts_alone(model):
 
 @pytest.mark.full
 def test_packed_queries_are_scaled_by_positions_in_their_texts():
-    """As Ministral 3 does."""
+    """The model is Ministral 3, which scales its queries."""
     config = cases.Case(cases.CASES["ministral3-published"].hf | dict(num_hidden_layers=1)).config
     texts = TEXTS[2] * 2, TEXTS[0] * 3
     beta, length = config.layers[0].attention.query_scaling
@@ -176,7 +180,7 @@ def test_stacked_layers(model):
     "name, kinds", [("moe-defaults", {}), (NAMES[1], dict(layer_types=["full_attention"]))]
 )
 def test_gradients_of_experts_by_tiles(name, kinds):
-    """Also where a tile has rows after its expert's last choice, and with biases."""
+    """Tiles may have rows after their expert's last choice, and experts may have biases."""
     config = config_of(name, num_hidden_layers=1, **kinds)
     params = cases.params_from(config, cases.random_tensors(config, 3))
     tokens_BT, num_tokens_B = padded()
@@ -262,7 +266,9 @@ def test_what_does_not_go_together():
 
 @pytest.mark.full
 def test_gradients_through_a_cache():
-    """Of a prompt and the tokens after it: those of one forward pass. Keys fill three blocks, and a ring."""
+    """The gradients of a prompt and the tokens after it equal the gradients of one forward pass. Keys fill
+    three blocks, and a ring.
+    """
     config = xj.ModelConfig.from_hf(
         QWEN | dict(use_sliding_window=True, sliding_window=20, max_window_layers=1)
     )

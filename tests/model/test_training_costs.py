@@ -1,4 +1,6 @@
-"""What training costs to compile and to compute: stacked layers by their number, experts by those chosen."""
+"""Tests of the costs to compile and to compute a training step: stacked layers by their number, experts by
+the number that is chosen.
+"""
 
 import math
 
@@ -32,7 +34,9 @@ def lowered(layers):
 
 @pytest.mark.parametrize("is_compiled", full_except([False], [False, True]))
 def test_programs_of_stacked_layers_have_one_size(is_compiled):
-    """As traced, and as compiled: what a layer is computed by stands there once."""
+    """The sizes are compared as traced, and as compiled: the computation of a layer stands in the program
+    once.
+    """
     few, many = (lowered(layers) for layers in (8, 80))
     if is_compiled:
         few, many = few.compile(), many.compile()
@@ -41,7 +45,9 @@ def test_programs_of_stacked_layers_have_one_size(is_compiled):
 
 
 def flop(jaxpr, trips):
-    """Of the matrix products of a jaxpr, whose loops without a static length run `trips` times."""
+    """Returns the operations of the matrix products of a jaxpr, whose loops without a static length run
+    `trips` times.
+    """
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

@@ -70,7 +70,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_text_of_a_model_that_sees(tmp_path, name):
-    """Its logits are those of the whole; saved beside the whole, all of it is there again, bit by bit."""
+    """Its logits are those of the whole. Saved next to the whole, all of it is there again, bit by bit."""
     (text, vision, others) = MODELS[name]
     name = name.split("-")[0]
     config = getattr(transformers, f"{name}Config")(text_config=TEXT | text, vision_config=vision, **others)

@@ -20,19 +20,6 @@ def numbers(pattern, out):
     return [float(number) for number in re.findall(pattern, out)]
 
 
-def adapter_grpo(out):
-    """Each step samples with the adapter of the one before, and agrees with the scores that train it."""
-    assert len(numbers("reward (.*?),", out)) == 3 and max(numbers("apart (.*)", out)) < 1e-4
-
-
-def adapter_sft(out):
-    """It learns the capitals, which the model alone does not know."""
-    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
-    assert losses == sorted(losses, reverse=True)
-    for capital in ("Atlantis is Poseidonis", "Utopia is Amaurot", "Laputa is Lagado"):
-        assert f"The capital of {capital}. |" in out and f"| The capital of {capital}." not in out
-
-
 def beams(out):
     search, sampling = out.split("beam sampling:")
     assert "Madrid" not in out and "The capital of" in out
@@ -65,7 +52,7 @@ def grpo_engine(out):
 
 
 def guidance(out):
-    """From one prompt's answer to another's; two models that agree; a city that a bias forbids."""
+    """The answers go from one prompt's answer to another's, two models agree, and a bias forbids a city."""
     found = re.findall(r"^(.*): \['(.*)', '(.*)'\]$", out, re.M)
     answers = {name: (one, other) for name, one, other in found}
     assert answers["scale 0.0"] == (" Havana.",) * 2
@@ -75,28 +62,11 @@ def guidance(out):
     assert answers["another city"][0] != " Madrid." and answers["another city"][1] == " Havana."
 
 
-def look_inside(out):
-    """The last layer's row of the lens is what the model says next; the steering vector is found."""
-    assert re.search(r"^   3 .*' Mad' +'rid' +'\.' *$", out, re.M)
-    nats = numbers(r"(\S+) nats", out)
-    assert nats == sorted(nats, reverse=True) and nats[-1] < 1
-    assert "the probe is right about 2 of 2" in out
-
-
 def logits_processors(out):
     """Only the watermarked answer is far from chance."""
     scores = dict(re.findall(r"^(.*?): .*\(watermark: (.*)\)$", out, re.M))
     assert len(scores) == 7 and float(scores.pop("watermark")) > 4
     assert all(abs(float(score)) < 3 for score in scores.values())
-
-
-def log_probabilities(out):
-    assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
-    assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
-
-
-def many_draws(out):
-    assert "temperature 0.0: ' Madrid.'" in out and "the same tokens: True" in out
 
 
 def own_family(out):
@@ -178,10 +148,9 @@ def tunix_sampler(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine, guidance,
-        log_probabilities, logits_processors, look_inside, many_draws, own_family,
-        reuse_a_prefix,
-        sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout, tunix_sampler,
+        beams, best_of_n, call_functions, grpo, grpo_engine, guidance, logits_processors, own_family,
+        reuse_a_prefix, sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others,
+        tunix_rollout, tunix_sampler,
     )
 }  # fmt: skip
 
@@ -192,11 +161,11 @@ def test_every_example_is_tested_and_in_the_readme():
     assert re.findall(r"\| `(\w+)\.py` \|", readme) == NAMES
 
 
-@pytest.mark.parametrize("name", full_except((), CHECKS, soak=["adapter_grpo"]))  # as grpo, adapter_sft
+@pytest.mark.parametrize("name", full_except((), CHECKS))
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    if name in ("adapter_grpo", "adapter_sft", "grpo", "grpo_engine", "sft"):
+    if name in ("grpo", "grpo_engine", "sft"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
     smaller = ("--samples=4", "--tokens=16") if name == "grpo" else ()
     ran = run_script.run(f"examples/{name}", *smaller)
@@ -208,7 +177,7 @@ def test_example_runs(name):
 def test_an_example_names_the_extra_that_it_needs():
     code = (
         "import runpy, sys; sys.modules['optax'] = None\n"
-        "sys.path.insert(0, 'scripts/examples'); runpy.run_path('scripts/examples/adapter_sft.py')"
+        "sys.path.insert(0, 'scripts/examples'); runpy.run_path('scripts/examples/sft.py')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     message = "optax is not installed: run pip install '.[train]' in the checkout"

@@ -62,7 +62,7 @@ def test_reprs_are_short(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
 def test_the_repr_of_a_cache_with_any_leaves(model, dtype):
-    """Also while it is traced, as shapes, and as a tree of other leaves."""
+    """It works also while the cache is traced, as shapes, and as a tree of other leaves."""
     cache = xj.init_cache(model.config, 2, 64, dtype)
     seen = []
     jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
@@ -106,7 +106,7 @@ def test_version_is_that_of_pyproject():
 
 @pytest.mark.parametrize("project, said", [("xinfer-jax", "1.2.3"), ("other", "0+unknown")])
 def test_the_version_where_nothing_is_installed(tmp_path, project, said):
-    """In a checkout, and in a copy within another project."""
+    """The version is read in a checkout, and in a copy within another project."""
     (tmp_path / "xinfer_jax").symlink_to(ROOT / "xinfer_jax")
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\nversion = "1.2.3"\n')
     program = "import sys; sys.path[:] = sys.argv[1:]; import xinfer_jax; print(xinfer_jax.__version__)"
@@ -179,7 +179,7 @@ def test_old_names_of_arguments_and_results_work_and_warn(model):
     ],
 )
 def test_the_old_order_of_arguments_is_an_error(call, order, tmp_path):
-    """In version 0.1 the path was the first argument."""
+    """The path was the first argument in version 0.1."""
     for path in ("directory", tmp_path):
         with pytest.raises(InputError, match=re.escape(f"{call.__name__}({order}) is the order")):
             call(path, *order.split(", ")[:-1])
@@ -188,7 +188,7 @@ def test_the_old_order_of_arguments_is_an_error(call, order, tmp_path):
 
 
 def test_an_old_name_works_first(tmp_path):
-    """In a process that has used no other."""
+    """The name works in a process that has used no other name."""
     program = "import xinfer_jax as xj; print(xj.plugin('processor', 'xtc').__name__)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "xtc\n" and "xj.plugin is now" in done.stderr
@@ -292,7 +292,7 @@ def test_wrong_types_raise_by_name(model, name):
 
 @pytest.mark.full
 def test_public_parts_compose_to_forward(model):
-    """hidden_states and unembed give the logits of forward; truncate takes integers of any type."""
+    """hidden_states and unembed give the logits of forward. truncate takes integers of any type."""
     params = model.params
     config = model.config
     forward, hidden_states = (jax.jit(f, static_argnums=1) for f in (xj.forward, xj.hidden_states))

@@ -1,5 +1,5 @@
-"""Python blocks of the READMEs and of TRAINING.md run as they stand, each on its own, and print what is shown
-after them.
+"""Python blocks of the READMEs, of TRAINING.md and of the pages in .docs run as they stand, each on its own,
+and print what is shown after them.
 """
 
 import re
@@ -25,9 +25,15 @@ PRINTED = {
     "xinfer_jax/TRAINING.md": (None, None, None),
     "xinfer_jax/batch/README.md": (None,),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
+    ".docs/pages/from-mlx-lm.md": (None,),
+    ".docs/pages/from-transformers.md": (None,),
+    ".docs/pages/from-tunix.md": (None,),
+    ".docs/pages/from-vllm.md": (None,),
+    ".docs/pages/troubleshooting.md": (None,),
     "xinfer_jax/tool_calls/README.md": (None,),
     "xinfer_jax/generation/README.md": (None, None, None, None, r"\[\[.+\]\]\n", None),
     "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+", None, None),
+    ".docs/pages/settings.md": (r"'.+'\n",),
 }
 
 
@@ -36,7 +42,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 
 def test_every_block_is_tested():
-    folders = (ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
+    folders = (ROOT / ".docs", ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
     paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
     counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in paths}
     assert {name: count for name, count in counts.items() if count} == {
@@ -70,7 +76,7 @@ def test_the_table_of_leaves_is_that_of_the_specs():
     leaves: dict[str, set[str]] = {}
     for case in cases.CASES.values():
         for leaf in xj.params.param_names(case.config):
-            axes = ", ".join(axis or "-" for axis in leaf.axes)
+            axes = ", ".join(axis or "-" for axis in leaf.axes) or "none"
             leaves.setdefault(axes, set()).add(re.sub(r"layers\.\d+", "layers.i", leaf.path))
     table = [f"| {axes} | {', '.join(f'`{x}`' for x in sorted(leaves[axes]))} |" for axes in sorted(leaves)]
     text = (ROOT / "xinfer_jax/TRAINING.md").read_text(encoding="utf-8")

@@ -88,7 +88,7 @@ def imported_modules(name: str) -> set[str]:
 def test_every_package_says_what_it_is_for(package):
     text = ast.get_docstring(parse(LIBRARY / package / "__init__.py"))
     assert len(text or "") > 200
-    assert len((text or "").splitlines()) <= 26
+    assert len((text or "").splitlines()) <= 60
     names = [path.stem for path in (LIBRARY / package).glob("*.py") if path.name != "__init__.py"]
     assert not [name for name in names if f"`{name}`" not in text]
     # Importing a package loads none of its modules.
@@ -116,7 +116,7 @@ def test_modules_form_no_cycle():
 
 
 def test_no_module_has_the_name_of_a_public_function():
-    """Or `xinfer_jax.name` would be one or the other, as what was imported first decides."""
+    """Otherwise `xinfer_jax.name` would be the module or the function, whichever was imported first."""
     assert not {name.split(".")[-1] for name in MODULES} & {*xj.__all__} - {*SPACES, "testing"}
 
 
@@ -163,7 +163,9 @@ def test_kernels_stand_alone(path):
 
 @pytest.mark.parametrize("folder", ["xinfer_jax", "scripts", "tests"])
 def test_kernels_have_one_name(folder):
-    """Under a second name Python would load a second copy of each module, whose state nobody changes."""
+    """Python would load a second copy of each module under a second name, and nothing changes the state of
+    that copy.
+    """
     if (ROOT / ".git").exists():  # An archive of the sources has a copy of the folder.
         assert (LIBRARY / "kernels_pallas").readlink() == Path("../kernels_pallas")
     paths = (ROOT / folder).rglob("*.py")
@@ -172,7 +174,7 @@ def test_kernels_have_one_name(folder):
 
 
 def names_kernels(node: ast.AST) -> bool:
-    """Whether a statement imports `kernels_pallas` as a package of its own."""
+    """Returns True if a statement imports `kernels_pallas` as a top-level package."""
     if isinstance(node, ast.Import):
         return any(alias.name.split(".")[0] == "kernels_pallas" for alias in node.names)
     is_absolute = isinstance(node, ast.ImportFrom) and not node.level
@@ -265,7 +267,7 @@ def test_a_module_name_is_used_once():
 
 
 def test_only_the_registry_names_quantized_formats():
-    """So a new one is a file and a line there. GGUF is a kind of file with a format of its own."""
+    """A new format is a file and a line there. GGUF is a kind of file with a separate format."""
     formats = {name for name in MODULES if name.endswith("_format")}
     others = {name.split(".")[-1] for name in {*MODULES} - formats if imported_modules(name) & formats}
     assert others == {"quantized_formats", "awq_gptq_settings", "gguf_checkpoint"}

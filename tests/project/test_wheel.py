@@ -91,7 +91,7 @@ class Installed:
         )  # fmt: skip
 
     def run(self, *command: object) -> str:
-        """What a command prints; fails if its exit code is not 0."""
+        """Returns the output of a command. It fails if the exit code is not 0."""
         process = self.start(*command)
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-2000:]

@@ -1,4 +1,4 @@
-"""The files in .github: they parse, and call steps of .ci/run that exist; links and placeholders agree."""
+"""The files in .github: they parse, and call steps of .ci/run that exist. Links and placeholders agree."""
 
 import re
 

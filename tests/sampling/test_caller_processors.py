@@ -76,7 +76,7 @@ def test_processors_equal_settings(decode):
 
 
 def test_last_processors_get_what_is_sampled_from(decode):
-    """The filters have run; recorded log-probabilities are those of what they return."""
+    """The filters have run. Recorded log-probabilities are those of what they return."""
 
     def keep_best(_, logits_BV, context):
         assert logits_BV.shape == (B, V)
@@ -101,7 +101,7 @@ def test_sample_in_place_of_the_draw(decode):
 
 
 def test_stop_ends_rows(decode):
-    """The first token counts; the token at which a row ends is its last."""
+    """The first token counts. The token at which a row ends is its last."""
     want = np.asarray(decode().tokens_BT)
     stops_at = want[np.arange(B), [0, 2, 5]]
     got = decode(stop=lambda state: (state.token_B == stops_at) & (state.length_B > 0))
@@ -198,7 +198,7 @@ def test_a_processor_has_functions(how):
 
 @pytest.mark.full
 def test_each_function_has_keys_of_its_own(decode):
-    """Of each position too."""
+    """Each position has its own keys too."""
 
     def draw(key_B):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, V))(key_B)
@@ -235,7 +235,7 @@ OTHERS = [xj.SamplingConfig(temperature=1.0, min_p=0.1), xj.SamplingConfig()]
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("sampling", full_except([SAMPLED], [SAMPLED, *OTHERS], soak=OTHERS), ids=str)
 def test_numbers_that_are_not_finite(decode, sampling, last):
-    """+inf forces a token; a row keeps its logits where no token that is allowed is left. NaN is a mistake,
+    """+inf forces a token. A row keeps its logits where no token that is allowed is left. NaN is a mistake,
     but where a token is forbidden already.
     """
     forbidden = dataclasses.replace(sampling, forbidden_token_ids=(0, 5))

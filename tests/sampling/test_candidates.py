@@ -46,7 +46,9 @@ RARE = [
 
 
 def random_logits(rows: int, size: int, seed: int = 0) -> np.ndarray:
-    """Of normal distribution; row 1 has few finite logits, row 2 ties everywhere, row 3 many largest ones."""
+    """Draws logits of normal distribution. Row 1 has few finite logits, row 2 has ties everywhere, and row 3
+    has many largest ones.
+    """
     logits = np.random.RandomState(seed).standard_normal((rows, size)).astype(np.float32) * 4
     logits[1:2, 5:] = -np.inf
     logits[2:3] = np.round(logits[2:3])
@@ -110,7 +112,7 @@ def test_typical_tokens_equal_those_of_sorting(forms):
 @pytest.mark.full
 @pytest.mark.parametrize("size, count", [(4096, 300), (4097, 1), (9973, 65)])
 def test_largest_of_groups_equal_top_k(size, count):
-    """Also in their order: the lowest index of equal ones first."""
+    """Their order is equal too: the lowest index of equal numbers is first."""
     logits = jnp.asarray(random_logits(5, size))
     with gpu_forms.selected():
         got = largest_k(logits, count)
@@ -129,8 +131,8 @@ def test_logsumexp_in_one_pass():
 
 @pytest.mark.full
 def test_forward_mode_derivative_passes_a_decode_loop(forms):
-    """Of the first token's log-probability with respect to the logits: the probabilities. jax traces the
-    forms of all devices to differentiate one of them.
+    """The derivatives of the first token's log-probability with respect to the logits are the probabilities.
+    jax traces the forms of all devices to differentiate one of them.
     """
     params, config = build("qwen2")
     logits_BV = jnp.asarray(random_logits(2, config.vocab_size))
@@ -178,8 +180,8 @@ def test_one_branch_equals_branches(rows):
 
 @pytest.mark.full
 def test_one_pass_of_a_kernel_equals_the_passes_of_xla():
-    """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
-    logits.
+    """The kernel runs in the interpreter. There are rows with and without a bias and a repetition penalty,
+    greedy rows, and infinite logits.
     """
     rows = [*ALL_SETTINGS[:3], *ALL_SETTINGS[-3:]]
     logits = random_logits(len(rows), V)
@@ -208,7 +210,7 @@ def test_rows_in_groups_equal_all_rows(monkeypatch):
 
 
 def test_every_other_processor_leaves_the_common_branch():
-    """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
+    """The rule holds for a new processor too: otherwise `_choose_in_one_branch` would skip the processor."""
     always = {"min_p", "typical_p", "xtc_probability", "xtc_threshold"}  # of the candidates
     always |= {"dry_base", "dry_allowed_length", "dry_penalty_last_n"}  # nothing alone
     names = [setting.name for setting in NUMBERS if not setting.plain and setting.name not in always]
@@ -224,7 +226,7 @@ def test_every_other_processor_leaves_the_common_branch():
 
 @pytest.mark.full
 def test_one_branch_draws_the_same_alone_and_beside_others():
-    """Beside rows that take the common branch and beside rows that do not."""
+    """The other rows take the common branch, or do not take it."""
     rows = [*ALL_SETTINGS[:4], xj.SamplingConfig(temperature=1.0, top_k=20, logit_bias={3: 9.0})]
     logits = random_logits(len(rows) + 1, V)
     beside_others = [sampled([*rows, other], logits, True)[0] for other in (rows[0], RARE[0], RARE[2])]

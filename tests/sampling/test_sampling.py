@@ -77,7 +77,7 @@ BITS = [1100871879, 2323218197, 1429913325, 2145028247]
 
 
 def test_draws_are_the_same_on_every_jax_version():
-    """Bits recorded on jax 0.10.2; CI runs this on the newest too. Those of candidates are their own."""
+    """Bits recorded on jax 0.10.2. CI runs this on the newest too. Those of candidates are their own."""
     row_key = jax.random.fold_in(jax.random.key(42), 3)
     key = jax.random.fold_in(jax.random.fold_in(row_key, 11), 0)
     np.testing.assert_array_equal(jax.random.bits(key, (4,), jnp.uint32), BITS)
@@ -100,7 +100,7 @@ def test_thresholds_survive_ties_infinities_and_signs():
 
 
 def test_repetition_penalty_comes_before_temperature():
-    """As in transformers: 2.0 / 4 is less than 1.0."""
+    """The order is the same as in transformers: 2.0 / 4 is less than 1.0."""
     rows = settings_per_row(xj.SamplingConfig(repetition_penalty=4.0), 1, len(LOGITS))
     seen = jnp.array([[True, False, False, False, False, False]])
     keys = random_keys.row_keys(jax.random.key(0), 1)
@@ -108,7 +108,7 @@ def test_repetition_penalty_comes_before_temperature():
 
 
 def test_keys_become_threefry_keys():
-    """Keys of rbg, the same alone, in a batch and under vmap; each word of their data counts. Old ones."""
+    """Keys of rbg, the same alone, in a batch and under vmap. Each word of their data counts. Old ones."""
     impl = "unsafe_rbg"
     words = lambda keys: jax.random.key_data(keys).tolist()  # noqa: E731
     data = np.arange(12, dtype=np.uint32).reshape(3, 4)
@@ -236,7 +236,7 @@ def test_sampling_from_candidates_equals_sampling_from_the_vocabulary():
 
 
 def test_a_config_is_a_pytree_of_what_is_set():
-    """Under jit and vmap nothing is asked for that the caller has not set: an n-gram size of 0 is no number
+    """Settings that the caller has not set are not read under jit and vmap: an n-gram size of 0 is no number
     of the program.
     """
     config = xj.SamplingConfig(temperature=0.5)

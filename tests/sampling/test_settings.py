@@ -31,7 +31,7 @@ def test_fields_are_the_entries():
 
 @pytest.mark.full
 def test_a_setting_is_one_entry(tmp_path, good):
-    """In a copy of the package, to which `toy_settings.py` adds settings."""
+    """The test runs in a copy of the package, to which `toy_settings.py` adds settings."""
     package = tmp_path / "xinfer_jax"
     shutil.copytree(ROOT / "xinfer_jax", package, ignore=shutil.ignore_patterns("__pycache__"))
     toy_settings.add_to(package)

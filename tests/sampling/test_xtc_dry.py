@@ -22,13 +22,13 @@ V = 300  # more than the candidates
 
 
 def happens(probability: float, key, position: int) -> bool:
-    """Whether XTC removes tokens at a position: its draw, read back."""
+    """Returns True if XTC removes tokens at a position. It computes the draw again."""
     noise = float(gumbel_noise(key, position, DRAW_XTC, jnp.zeros(1, int))[0])
     return np.exp(-np.exp(-noise)) < probability
 
 
 def xtc_by_sorting(logits: np.ndarray, kept: np.ndarray, threshold: float) -> np.ndarray:
-    """What XTC leaves of the kept tokens, by llama.cpp's loop over the sorted ones."""
+    """Returns the kept tokens that XTC leaves, by llama.cpp's loop over the sorted ones."""
     order = np.argsort(-logits, kind="stable")
     order = order[kept[order]]
     p = np.exp(logits[order].astype(np.float64) - logits[order[0]])
@@ -40,8 +40,8 @@ def xtc_by_sorting(logits: np.ndarray, kept: np.ndarray, threshold: float) -> np
 
 
 def test_xtc_equals_sorting_on_both_paths():
-    """Random settings, of candidates (top_k) and of all tokens. The decision is read back with the same key;
-    no probability is within rounding of a threshold.
+    """Random settings, of candidates (top_k) and of all tokens. The decision is read back with the same key.
+    No probability is within rounding of a threshold.
     """
     rng = np.random.RandomState(0)
     B = 24
@@ -86,7 +86,7 @@ def test_xtc_equals_sorting_on_both_paths():
 
 
 def test_frequency_of_xtc():
-    """Over positions and keys; a row's draw depends on no other row."""
+    """The frequency is counted over positions and keys. A row's draw depends on no other row."""
     B = 2000
     row = dict(xtc_threshold=0.1, temperature=1.0)
     settings = settings_per_row(xj.SamplingConfig(**row, xtc_probability=np.full(B, 0.3)), B, 3)
@@ -124,7 +124,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 9, 9], [11, 12, 13, 14, 11, 12, 13, 14, 11
 
 @pytest.mark.full
 def test_settings_equal_the_examples(model, monkeypatch):
-    """Where XTC always happens, and DRY without breakers and window."""
+    """XTC always happens here, and DRY has no breakers and no window."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "examples")
     pairs = [
         (xj.SamplingConfig(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.004),
@@ -232,7 +232,7 @@ def test_forms_of_devices_draw_the_same():
 
 @pytest.mark.full
 def test_settings_that_are_off_change_nothing():
-    """Unset settings leave the plain structure; settings that are off the bits."""
+    """Unset settings leave the plain structure. Settings that are off the bits."""
     for off in (
         xj.SamplingConfig(temperature=1.0),
         xj.SamplingConfig(temperature=1.0, xtc_probability=0.0, dry_multiplier=0.0, dry_base=1.75),
@@ -274,7 +274,7 @@ def test_beams_reject_xtc(model):
 
 
 def test_breakers_of_rows():
-    """Ids, or bool [B, V], also traced; broadcast where no row has any."""
+    """Ids, or bool [B, V], also traced. Broadcast where no row has any."""
     rows = [xj.SamplingConfig(min_p=0.1), xj.SamplingConfig(dry_sequence_breakers=[3, 5])]
     made = settings_per_row(rows, 2, 9).dry_sequence_breakers
     assert np.argwhere(made).tolist() == [[1, 3], [1, 5]]

@@ -1,5 +1,5 @@
 """scripts/gpu/agreement.py: models that are right agree, models made wrong on purpose do not, for four seeds
-each; comparisons of too few ids fail.
+each. Comparisons of too few ids fail.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def models():
-    """For each seed: the model's parameters, tokens, and what it gives along them."""
+    """Returns, for each seed, the model's parameters, tokens, and its outputs along them."""
     init = jax.jit(lambda key: checking_params(CONFIG, key, "bfloat16"))
 
     def model(seed):
@@ -71,7 +71,7 @@ def along(params, tokens_BT, config=CONFIG, impl="xla", cache_dtype="bfloat16", 
 
 
 def results(models, **changes):
-    """For each seed: the comparison of the model, changed so, with itself."""
+    """Returns, for each seed, the comparison of the model with itself after these changes."""
     found = [
         agreement.agreement(along(params, tokens_BT, **changes), want, PROMPT, "bfloat16")
         for params, tokens_BT, want in models
@@ -91,7 +91,7 @@ def test_kernels_agree_with_jnp(models):
 
 
 def test_bfloat16_agrees_with_float32(models):
-    """By less than half of the bounds: two formulations may err in opposite ways."""
+    """The differences are less than half of the bounds: two formulations may err in opposite ways."""
     exact = [(float32_params(params), tokens_BT, want) for params, tokens_BT, want in models]
     for result in results(exact, cache_dtype="float32"):
         bound = result["tolerance"]["rms"] / 2
@@ -106,7 +106,9 @@ def test_a_model_made_wrong_does_not_agree(models, name):
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 def test_a_wrong_scale_of_one_kernel_does_not_agree(models, part):
-    """As if only the kernel of prefill, or only that of decode steps, were wrong."""
+    """The outputs are mixed, as if only the kernel of prefill, or only the kernel of decode steps, were
+    wrong.
+    """
     found = []
     for params, tokens_BT, want in models:
         wrong = along(params, tokens_BT, config=WRONG["scale + 5%"])
@@ -134,7 +136,9 @@ def random_logits(rows, tokens, seed=0):
 
 
 def test_too_few_compared_ids_are_a_failure():
-    """Also where nothing differs: too few positions, or two best logits that are equal everywhere."""
+    """This holds also if nothing differs: there are too few positions, or two best logits are equal
+    everywhere.
+    """
     enough = outputs(random_logits(2, 40))
     assert agreement.agreement(enough, enough, 20, "bfloat16")["ok"]
     for few in (random_logits(2, 15), np.ones((2, 400, 50), np.float32)):

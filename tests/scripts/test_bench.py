@@ -90,7 +90,7 @@ def assert_rejected(done, word: str, program: str = "xinfer-jax bench") -> None:
 
 
 def test_pairs_of_calls(directory):
-    """Of this checkout with itself; the commit's process is started likewise."""
+    """The test compares this checkout with itself. The process of a commit is started in the same way."""
     bench_pairs = run_script.functions("bench_pairs")
     with bench_pairs.start_process(ROOT, directory / "config.json", "int8") as process:
         for call in (bench_pairs.CALLS[0], bench_pairs.CALLS[-1]):

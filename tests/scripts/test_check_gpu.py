@@ -54,7 +54,7 @@ CHILDREN = {
 
 
 def run(tmp_path, names, seconds=20.0, minutes=2.0):
-    """Runs sections with children of these kinds; returns the records by section, and the failures."""
+    """Runs sections with children of these kinds. Returns the records by section, and the failures."""
     sections = [name if isinstance(name, Section) else Section(name, seconds) for name in names]
     out = tmp_path / "out.jsonl"
     out.touch()
@@ -115,7 +115,7 @@ def test_a_child_that_dies_fails_its_current_case(tmp_path, name, error, stderr)
 
 
 def test_a_child_that_asks_for_a_new_process_is_replaced(tmp_path):
-    """As after an error that ends the CUDA context."""
+    """A child asks for it after an error that ends the CUDA context."""
     by_section, failed = run(tmp_path, ["leaves"])
     assert [record["name"] for record in by_section["leaves"]] == ["case 0", "case 1", "case 2", "done"]
     assert not failed
@@ -166,7 +166,7 @@ def test_arguments_of_kernel_calls_can_be_drawn(impl):
 
 
 def test_a_wrong_kernel_is_a_recorded_failure(monkeypatch):
-    """So are one that raises, and results that are not finite."""
+    """A kernel that raises is a failure too, and so are results that are not finite."""
     (call, *_) = (call for call in kernel_calls("interpret") if call.kernel == "argmax")
     check = section_cases.Case("argmax", lambda: kernel_sections.compare(call))
 

@@ -1,4 +1,6 @@
-"""What people use this with, unmodified and offline: clients of the server, lm-eval, Ray."""
+"""Tests of programs that people use with this library, unmodified and offline: clients of the server,
+lm-eval, Ray.
+"""
 
 import asyncio
 import functools

@@ -37,7 +37,7 @@ def ask(server, given="1 + 2?", **body):
 
 
 def events(server, **body) -> list[dict]:
-    """The events of a stream; each is named as its type, and they are numbered."""
+    """The events of a stream. Each is named as its type, and they are numbered."""
     status, text, headers = server.call(
         "POST", PATH, dict(input="1 + 2?", tools=TOOLS, seed=1, stream=True) | body
     )
@@ -99,7 +99,9 @@ def test_a_stream_tells_of_the_whole_response(server, most, last):
 
 
 def test_the_output_goes_back_as_input(server):
-    """As the whole history of an agent, which the chat template writes as it does messages of a chat."""
+    """The output is sent as the whole history of an agent. The chat template writes it as it writes messages
+    of a chat.
+    """
     output = ask(server)["output"]
     calls = [item for item in output if item["type"] == "function_call"]
     results = [dict(type="function_call_output", call_id=call["call_id"], output="3") for call in calls]
@@ -160,7 +162,7 @@ def test_a_failed_answer_is_a_failed_response(server, monkeypatch):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_aborted_answer_is_a_failed_response(server, monkeypatch, streams):
-    """As by a pause of the engine."""
+    """An answer is aborted, for example, by a pause of the engine."""
     append = Answer.append
 
     def abort(self, *args):

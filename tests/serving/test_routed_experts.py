@@ -67,7 +67,7 @@ def test_encoded_experts_begin_at_the_first_token_asked_for(mixture):
 
 
 def test_experts_count_as_tokens_of_the_response(mixture):
-    """8 numbers of 4 bytes a token, in base64: 11 bytes of each; 5 tokens have 55, which count as one."""
+    """8 numbers of 4 bytes a token, in base64: 11 bytes of each. 5 tokens have 55, which count as one."""
     parsed = parse(mixture)
     asked = parse(mixture, return_routed_experts=True)
     assert asked.routed_experts_bytes == 11 and parsed.routed_experts_bytes == 0

@@ -155,7 +155,7 @@ def test_invalid_bodies_are_rejected_with_the_field_at_fault(server, kind, body,
 
 
 def test_structured_output(server):
-    """Whole and streamed; cut by max_tokens it has the finish_reason length."""
+    """Whole and streamed. Cut by max_tokens it has the finish_reason length."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = dict(
         type="object", properties=dict(ok=dict(type="boolean"), n=dict(type="integer", maximum=9, minimum=0))
@@ -242,7 +242,7 @@ def test_excess_requests_get_429(model):
 
 
 def test_disconnect_frees_the_slot(server):
-    """Of a stream, and of a whole response."""
+    """The client disconnects from a stream, and from a whole response."""
     assert server.idle()
     for streamed in (False, True):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
@@ -261,7 +261,7 @@ def test_disconnect_frees_the_slot(server):
 
 
 def test_streams_closed_at_random_times_end(server):
-    """On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes when its own work is done."""
+    """`asyncio.wait_for` on Python 3.11 swallows a cancellation that comes when its own work is done."""
     assert server.idle()
     draw = random.Random(0)
     data = json.dumps(dict(LONG, max_tokens=480, stream=True)).encode()
@@ -280,7 +280,7 @@ def test_streams_closed_at_random_times_end(server):
 
 @pytest.mark.parametrize("delay", range(4))
 def test_event_stream_ends_at_the_disconnect(delay):
-    """Whatever the stream is doing in that iteration of the event loop."""
+    """It ends whatever the stream is doing in that iteration of the event loop."""
     sent = []
 
     async def events():
@@ -473,7 +473,7 @@ def test_without_keys_a_client_is_an_address(model):
 
 
 def test_clients_cannot_raise_their_priority(server, monkeypatch):
-    """And a submission that fails releases its reservation."""
+    """A submission that fails releases its reservation."""
     found = []
     submit = server.engine.submit_many
 

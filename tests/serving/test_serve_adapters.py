@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def directory(model, tmp_path_factory):
-    """Adapters as peft saves them, below "all"; one is elsewhere."""
+    """Adapters as peft saves them, below "all". One is elsewhere."""
     root = tmp_path_factory.mktemp("adapters")
     (root / "all").mkdir()
     for seed, name in enumerate(("all/a", "all/b", "all/wide", "elsewhere")):

@@ -311,7 +311,7 @@ def test_key_files_have_one_key_a_line(tmp_path, monkeypatch):
 
 
 def parsed(parser, data):
-    """The events of what has arrived, or the error; and how often the parser was behind."""
+    """The events of what has arrived, or the error, and how often the parser was behind."""
     parser.receive_data(data)
     found = []
     behind = -1

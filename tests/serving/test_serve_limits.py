@@ -345,7 +345,7 @@ def test_embeddings_equal_embed_texts(server, model):
 
 
 def test_documents_are_reranked(server, model, monkeypatch):
-    """As `xj.rerank` scores them, the best first."""
+    """The scores equal `xj.rerank`, and the best document is first."""
     documents = ["The capital of France", "Hello", "a"]
     asked = dict(query="Where?", documents=documents)
     status, error, _ = ask(server, "/v1/rerank", **asked)
@@ -401,7 +401,7 @@ def test_reserved_tokens_count_each_echo_of_a_prompt(model):
 
 
 def test_tokenize_and_detokenize_reject_unknown_fields(server):
-    """And an unused list of prompts allows no larger body."""
+    """An unused list of prompts allows no larger body."""
     for path, body in (
         ("/detokenize", dict(tokens=[5], prompt=["a"] * 16)),
         ("/tokenize", dict(prompt="a", tools=[])),
@@ -418,7 +418,7 @@ def test_tokenize_and_detokenize_reject_unknown_fields(server):
 
 
 def test_waiting_job_holds_no_shared_semaphore():
-    """Neither does a job that cannot start."""
+    """A job that cannot start holds none either."""
 
     async def check():
         workers = WorkerPool()

@@ -43,7 +43,7 @@ def scaled(model, factor: float):
 
 @pytest.fixture(scope="module")
 def directory(model, tmp_path_factory):
-    """Checkpoints below "all"; one is elsewhere."""
+    """Checkpoints below "all". One is elsewhere."""
     root = tmp_path_factory.mktemp("checkpoints")
     for name, factor in (("all/step-1", 0.9), ("all/step-2", 0.8), ("elsewhere", 0.7)):
         xj.save_model(scaled(model, factor), model.config, root / name)
@@ -131,7 +131,7 @@ def test_the_paths_need_a_key_of_an_admin(server):
 
 
 def slow_down(monkeypatch, engine) -> None:
-    """From now on a step decodes one token, and takes 5 milliseconds or more."""
+    """Makes each step decode one token, and take 5 milliseconds or more."""
     core = engine.core
     step = core.step
 
@@ -173,7 +173,7 @@ def test_pauses(server, monkeypatch):
 
 
 def test_weights_of_a_trainer(server, model, tmp_path):
-    """As --weight_address has them."""
+    """The receiver is started as --weight_address starts it."""
     file = tmp_path / "secret"
     file.touch(0o600)
     file.write_bytes(b"x" * 32)

@@ -72,7 +72,9 @@ def test_calls_in_a_stream(server):
 
 @pytest.mark.full
 def test_a_schema_holds_for_the_answer_and_calls_stay_possible(server, model):
-    """Whatever begins the answer: a schema constrains what is no call, and the calls' arguments are valid."""
+    """The schema constrains the text that is no call, whatever begins the answer, and the calls' arguments
+    are valid.
+    """
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = dict(type="json_schema", json_schema=dict(name="x", schema=dict(const=[3])))
     for more in (dict(response_format=schema), dict(structured_outputs=dict(choice=["[3]"]))):
@@ -140,7 +142,7 @@ def test_an_answer_that_is_cut_within_a_call(server):
 
 @pytest.mark.full
 def test_required_calls(server):
-    """Whatever the model would write, an answer is calls, and their arguments are valid."""
+    """An answer is calls, whatever the model would write, and their arguments are valid."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     more = dict(messages=QUESTION, tools=TOOLS, temperature=1.5, max_tokens=400)
     named = dict(type="function", function=dict(name="weather"))

@@ -44,7 +44,9 @@ def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink
 
 
 def assert_near(got, want):
-    """In 16 bits relative to the norm of each row, except for rows that almost cancel."""
+    """Compares arrays. In 16 bits, differences are relative to the norm of each row, except for rows that
+    almost cancel.
+    """
     assert got.shape == want.shape
     limit = 1e-5 if got.dtype == F32 else 2e-2
     got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))

@@ -87,9 +87,9 @@ class Stub:
     Attributes:
         text: of an answer.
         pause: seconds between its words.
-        key: that a client must send; "": none.
+        key: that a client must send. "": none.
         template: the model's chat template.
-        error: the message of a 400 that is sent instead of an answer; "": none.
+        error: the message of a 400 that is sent instead of an answer. "": none.
         requests: (path, body) of each answered request.
     """
 

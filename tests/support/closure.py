@@ -40,7 +40,7 @@ class Size(NamedTuple):
 
 
 def source_file(module: str) -> Path | None:
-    """Returns the file of a module or package of the library; None if there is none of that name."""
+    """Returns the file of a module or package of the library. None if there is none of that name."""
     path = ROOT.joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
     found = (file for file in files if module.split(".")[0] == LIBRARY and file.is_file())

@@ -1,5 +1,5 @@
 """Compiles the TPU kernels for a TPU that is not here, at the shapes of models, and checks that no program
-copies a cache, or weights. Prints a line for each; the exit code is 1 where one fails.
+copies a cache, or weights. Prints a line for each. The exit code is 1 where one fails.
 
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/support/compile_for_tpu.py v5e
 """
@@ -170,7 +170,7 @@ EMBEDDINGS = [(1, BF16), (8, jnp.int8), (1024, BF16)]
 
 
 def compile_embedding(device, tokens, dtype) -> list[str]:
-    """A loop of steps that take rows of gpt-oss's table; returns the temporaries that are as large as it."""
+    """A loop of steps that take rows of gpt-oss's table. Returns the temporaries that are as large as it."""
 
     def steps(token_B, table):
         def once(_, token_B):
@@ -215,7 +215,7 @@ def delta_shapes(device, rows: tuple[int, ...], K, N, H, Y, dtype):
 
 
 def compile_delta_step(device, rows, *sizes) -> list[str]:
-    """Two steps in a loop; returns the copies of the state."""
+    """Two steps in a loop. Returns the copies of the state."""
     args = delta_shapes(device, (rows,), *sizes)
     return copies(compiled(delta_step, *args, donate_argnums=2).as_text(), args[2])
 
@@ -230,7 +230,7 @@ EXPERTS = [
 
 
 def compile_experts(device, tokens, choices, X, features, width, kind) -> list[str]:
-    """A loop of steps; returns the copies of weights."""
+    """A loop of steps. Returns the copies of weights."""
     shape = shapes_on(device)
 
     def matrix(O, I):  # noqa: E741
@@ -278,7 +278,7 @@ DELTA_DRAFTS = [(8, tokens, 16, 32, 128, 128, BF16) for tokens in (SLOTS, 0)]  #
 
 
 def compile_delta_drafts(device, rows, tokens, *sizes) -> list[str]:
-    """A call of so many tokens; returns the copies of the state."""
+    """A call of so many tokens. Returns the copies of the state."""
     new, weights, old, *numbers = delta_shapes(device, (rows, tokens), *sizes)
     state = old.state
 
@@ -300,7 +300,7 @@ def main(tpu: str) -> int:
 
 
 def compile_step(device, model, rows, tokens, place, dtype) -> list[str]:
-    """Append and attention; returns the copies of the cache."""
+    """Append and attention. Returns the copies of the cache."""
     new, kv, *rest = arguments(device, model, rows, tokens, place, dtype)
     appended = compiled(step, model, place, new, kv, *rest, static_argnums=(0, 1), donate_argnums=3)
     return copies(appended.as_text(), kv)

@@ -1,6 +1,6 @@
 """Runs the core on a model that was pickled: `python core_alone.py FILE BLOCKED`, as a process of its own.
 
-FILE has (config, params, tokens); BLOCKED "1": modules outside the core and the table of plugins cannot be
+FILE has (config, params, tokens). BLOCKED "1": modules outside the core and the table of plugins cannot be
 imported. It prints a line of JSON: the logits, the tokens of each function, and the library's loaded modules.
 """
 

@@ -41,7 +41,7 @@ def delta_call(impl, *operands, config=HYBRID) -> Call:
 
 
 def run_delta(impl, *operands, config=HYBRID):
-    """What the call returns, by the kernel of that name."""
+    """Runs the call by the kernel of that name, and returns its result."""
     call = delta_call(impl, *operands, config=config)
     return run("delta_step", call.plain, call.run_config, static=call.static, **call.operands)
 
@@ -75,7 +75,7 @@ def program(name, impl):
 
 
 def assert_equals_reference(name, impl, args, by_largest=False):
-    """States are near, inputs of the convolution equal, and rows without a token as they were; returns the
+    """States are near, inputs of the convolution equal, and rows without a token as they were. Returns the
     results. by_largest: float32 results are as near, by the largest, as logits are elsewhere.
     """
     out, state = program(name, impl)(*args)

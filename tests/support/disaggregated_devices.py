@@ -42,7 +42,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def idle(engine: xj.Engine) -> bool:
-    """Whether all pages are free or cached again; the end of a move may come after that of a request."""
+    """Returns True if all pages are free or cached again. The end of a move may come after the end of its
+    request.
+    """
     end = time.monotonic() + 120
     while engine.stats.pages_used and time.monotonic() < end:
         time.sleep(0.01)
@@ -53,7 +55,7 @@ def idle(engine: xj.Engine) -> bool:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> xj.Model:
-    """Sliding windows, and a tokenizer; on the device that prefills: one engine has the same programs."""
+    """Sliding windows, and a tokenizer. On the device that prefills: one engine has the same programs."""
     loaded = xj.load_model(tiny.write(tmp_path_factory.mktemp("disaggregated") / "m", HF))
     return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
 
@@ -72,8 +74,8 @@ def apart(model):
 
 
 def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
-    """In so few pages, and such short time slices, that rows are preempted. Programs of the other side are
-    not there.
+    """There are so few pages, and such short time slices, that rows are preempted. Programs of the other side
+    are not there.
     """
     assert isinstance(apart, xj.Engine)
     (first,) = engines_of(apart, "prefill")
@@ -101,7 +103,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
 
 
 def test_grammars_stop_strings_and_several_answers(one, apart):
-    """The state of grammar and detokenizer moves with the row; what ends with its first token does not."""
+    """The state of grammar and detokenizer moves with the row. What ends with its first token does not."""
     asked = [
         (xj.GenerateOptions(max_tokens=30, grammar=xj.grammar.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
         (options(20, n=3, sampling=xj.SamplingConfig(temperature=1.0)), prompt(2, 150)),
@@ -145,7 +147,7 @@ def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
 
 
 def test_recurrent_states_move_with_their_pages():
-    """In so few pages that rows are preempted; the second time a prefix is reused."""
+    """There are so few pages that rows are preempted. The second time a prefix is reused."""
     config = cases.CASES["qwen3-5-tied"].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
     model = xj.Model(jax.device_put(params, jax.devices()[0]), config)
@@ -175,7 +177,7 @@ def test_routes_move_with_their_pages():
 
 
 def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
-    """Both switch between the same steps, so that no version follows a later one; "wait" mixes none."""
+    """Both switch between the same steps, so that no version follows a later one. "wait" mixes none."""
     start = apart.version
     trees = [jax.tree.map(lambda x, i=i: x * (1 + i / 2), model.params) for i in range(2)]
     requests = apart.submit_many([prompt(40 + i, 70 + 40 * i) for i in range(8)], options(60))
@@ -205,7 +207,9 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
 
 
 def test_keys_of_both_sides_are_computed_anew(apart, model):
-    """Of rows that prefill, move, wait for pages and decode, by the engines where they are then."""
+    """The keys belong to rows that prefill, move, wait for pages and decode. The engine that has the row then
+    computes them.
+    """
     start = apart.version
     versions = {start: model.params}
     versions |= {start + i: jax.tree.map(lambda x, i=i: x * (1 + i / 9), model.params) for i in range(1, 8)}
@@ -225,8 +229,8 @@ def test_keys_of_both_sides_are_computed_anew(apart, model):
 
 
 def test_adapters_and_callers_functions_on_both_sides(model):
-    """Adapters are added, replaced and removed on both or none; pages of answers are those of the adapter.
-    States of processors move with the rows; vectors are added where prompts and answers are.
+    """Adapters are added, replaced and removed on both or none. Pages of answers are those of the adapter.
+    States of processors move with the rows. Vectors are added where prompts and answers are.
     """
     first, second, large = (random_adapter(model.config, i, rank) for i, rank in enumerate((2, 3, 4)))
 
@@ -277,7 +281,7 @@ def test_adapters_and_callers_functions_on_both_sides(model):
 
 
 def test_both_sides_lend_the_memory_of_their_pages(one, apart):
-    """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
+    """Rows prefill, move, wait for pages and decode meanwhile. Some come back to pages of another side."""
     asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
     alone = [one.submit(*a, processed_logprobs=True) for a in asked]
     expected = [engine_requests.outcome(request) for request in alone]
@@ -336,7 +340,7 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
 
 def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     """Here they are threads: `scripts/soak_peers.py` has processes, and kills them. Of two prefill processes
-    one is lost, and its prompts go to the other; rows of a lost decode process fail, others do not.
+    one is lost, and its prompts go to the other. Rows of a lost decode process fail, others do not.
     """
     lines = []
     secret = b"x" * 32

@@ -1,6 +1,6 @@
-"""What a family's small model has to do, whatever its layers are.
+"""Checks that a family's small model has to pass, whatever its layers are.
 
-`model` is what `small_model` returns.
+`model` is the result of `small_model`.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ def small_model(case: cases.Case, **changes: Any) -> tuple[Any, xj.ModelConfig, 
 
 
 def check_chunks(model: Any, splits: tuple[int, ...]) -> xj.KVCache:
-    """The logits after each prompt, in chunks with these ends, are those without a cache; rows that have
-    ended wait beside others. Returns the cache.
+    """The logits after each prompt, in chunks with these ends, are those without a cache. Rows that have
+    ended wait next to others. Returns the cache.
     """
     params, config, prompts = model
     tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
@@ -64,7 +64,9 @@ def check_tokens(model: Any) -> list[list[int]]:
 
 
 def check_engine_bits(model: Any) -> None:
-    """An engine over int8 pages gives the same bits alone and beside others, and the tokens of `generate`."""
+    """An engine over int8 pages gives the same bits alone and next to others, and the tokens of
+    `generate`.
+    """
     params, config, prompts = model
     whole = xj.Model(params, config)
     expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))

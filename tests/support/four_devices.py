@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint) -> xj.Model:
-    """On the first device: a single engine has the programs of the first of several."""
+    """Returns the model on the first device: a single engine has the programs of the first of several."""
     loaded = xj.load_model(checkpoint)
     return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
 
@@ -182,7 +182,7 @@ def test_update_of_an_engine_on_a_mesh(model):
 
 
 def test_weights_of_a_directory_and_of_a_stream(several, model, tmp_path):
-    """In all engines, and on a mesh that repeats key heads."""
+    """The weights arrive in all engines, and on a mesh that repeats key heads."""
     others = jax.tree.map(lambda x: np.asarray(x) * 1.5, model.params)
     xj.save_model(others, model.config, tmp_path / "others")
     tensors = xj.params.params_to_tensors(others, model.config)
@@ -213,7 +213,7 @@ def test_pauses_of_several_engines(several):
 
 
 def test_adapters_of_all_engines_and_on_a_mesh(several, model):
-    """Each engine holds all of them; over a mesh they are divided as their matrices are."""
+    """Each engine holds all of them. Over a mesh they are divided as their matrices are."""
     adapters = [random_adapter(model.config, i, 2 + i) for i in range(3)]
     mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
     divided = dataclasses.replace(

@@ -79,7 +79,7 @@ def write(path, name, kind_of=None, hf=None, metadata=None, splits=(), change=No
 
 
 def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(), change=None):
-    """Writes leaves by their Hugging Face names; returns them dequantized. Arguments as of `write`."""
+    """Writes leaves by their Hugging Face names. Returns them dequantized. Arguments as of `write`."""
     config = from_hf(hf)
     fused = cases.fuse_tensors(config, leaves)
     source = {name: tensor for name, tensor in sorted(fused.items()) if ".experts." not in name}
@@ -129,7 +129,7 @@ def _plain(name: str) -> str:
 
 
 def _order(arch: str, config, name: str, tensor) -> tuple[np.ndarray, int] | None:
-    """The converter's order along an axis; None: the tensor stays."""
+    """The converter's order along an axis. None: the tensor stays."""
     if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return np.arange(len(tensor)).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1), 0
@@ -166,7 +166,7 @@ def _back(arch: str, config, name: str, stored, shape):
 
 
 def _quantized(array, kind):
-    """A matrix in some type; for those that gguf does not write, random blocks."""
+    """A matrix in some type. For those that gguf does not write, random blocks."""
     if kind not in (Q4_K, Q5_K, Q6_K):
         return gguf.quantize(array, kind)
     (size, num_bytes) = gguf.GGML_QUANT_SIZES[kind]
@@ -289,7 +289,7 @@ def _llama3_divisors(hf) -> np.ndarray:
 
 
 def tokenizer_metadata(saved, pre: str = "", size: int = 0) -> dict:
-    """The metadata of a tokenizer.json, filled to that size. pre: of byte-level BPE; "": SentencePiece."""
+    """The metadata of a tokenizer.json, filled to that size. pre: of byte-level BPE. "": SentencePiece."""
     saved = json.loads(saved.read_text() if isinstance(saved, Path) else saved)
     model = saved["model"]
     added = {token["id"]: token for token in saved["added_tokens"]}

@@ -1,4 +1,4 @@
-"""What `lax.platform_dependent` selects on NVIDIA GPUs, run on this device."""
+"""Runs on this device the forms that `lax.platform_dependent` selects on NVIDIA GPUs."""
 
 import contextlib
 from collections.abc import Callable, Iterator

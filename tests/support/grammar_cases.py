@@ -17,7 +17,7 @@ CAPACITY = 128
 
 
 def random_model(**changes: Any) -> xj.Model:
-    """A model of random weights whose tokenizer has 272 tokens; its vocabulary has 288."""
+    """A model of random weights whose tokenizer has 272 tokens. Its vocabulary has 288."""
     config = from_hf(tiny.CONFIG | dict(num_hidden_layers=1) | changes)
     config = dataclasses.replace(config, eos_token_ids=(tiny.IM_END, tiny.ENDOFTEXT))
     tokenizer = xj.Tokenizer(

@@ -40,7 +40,7 @@ def weights(change: Callable[[bytes], bytes]) -> dict[str, Any]:
 
 
 def tensors(**changes: Any) -> dict[str, Any]:
-    """Returns weights with tensors changed; two underscores stand for a dot, None removes a tensor."""
+    """Returns weights with tensors changed. Two underscores stand for a dot, None removes a tensor."""
     changes = {name.replace("__", "."): tensor for name, tensor in changes.items()}
     kept = {name: tensor for name, tensor in (BASE_WEIGHTS | changes).items() if tensor is not None}
     return {WEIGHTS: save(kept)}

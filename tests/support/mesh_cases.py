@@ -1,7 +1,7 @@
 """The cases of test_meshes.py, over 8 virtual devices.
 
 Run as a program with names of cases, as `gemma2-4` of a family over four devices, it prints a JSON object
-with the error of each case; "": it passed.
+with the error of each case. "": it passed.
 """
 
 import dataclasses
@@ -92,6 +92,12 @@ FAMILIES = {
         ),
     )
 }
+# Families whose layers are made of the parts of those above, by the first case of each that generates.
+OTHERS = {
+    case.hf["model_type"]: case.hf
+    for case in reversed(CASES.values())
+    if case.hf["model_type"] not in {hf["model_type"] for hf in FAMILIES.values()} and case.continued_prompts
+}
 ONE_LAYER = dict(num_hidden_layers=1, layer_types=["full_attention"])
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
 LENGTHS = np.array([12, 7], np.int32)
@@ -134,7 +140,7 @@ def _prompt_and_step(params: Any, config: Any, *rows: Any) -> tuple[jax.Array, j
 def family(name: str, devices: int) -> None:
     """Logits of a prompt and of a decode step are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), FAMILIES[name], fused=devices > 2)
+        path = write_checkpoint(Path(folder), (FAMILIES | OTHERS)[name], fused=devices > 2)
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(devices))
     rows = TOKENS, LENGTHS, np.array([7, 9], np.int32)
@@ -236,7 +242,7 @@ def formats() -> None:
 
 
 def bitnet_files() -> None:
-    """A byte holds outputs of all devices, a word holds 32 inputs; a token has one scale on all devices."""
+    """A byte holds outputs of all devices, a word holds 32 inputs. A token has one scale on all devices."""
     import bitnet_checkpoints as files
 
     hf = files.HF | dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
@@ -255,7 +261,7 @@ def bitnet_files() -> None:
 
 def int8_activations() -> None:
     """A token has one scale over the inputs of all devices, in a dense model and in a hybrid with experts.
-    Key heads of the dense one are repeated on four devices; blocks of its rotations are whole on each.
+    Key heads of the dense one are repeated on four devices. Blocks of its rotations are whole on each.
     """
     dense = FAMILIES["qwen2"] | ONE_LAYER
     dense |= dict(intermediate_size=256, num_key_value_heads=2, head_dim=32)
@@ -295,7 +301,7 @@ def mxfp4_files() -> None:
 
 
 def gguf_leaves() -> None:
-    """Groups stay whole on each device: of a hybrid with experts, also in another order; a block of a K-quant
+    """Groups stay whole on each device: of a hybrid with experts, also in another order. A block of a K-quant
     is on both devices.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -381,8 +387,9 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
 
 
 def an_engine() -> None:
-    """With a vocabulary that devices do not divide, a caller's processor and vector: a request gets the bits
-    that it gets alone, nothing is compiled after warm-up, and the cache is sharded over heads.
+    """Runs an engine with a vocabulary that devices do not divide, and with a caller's processor and vector.
+    A request gets the bits that it gets alone, nothing is compiled after warm-up, and the cache is sharded
+    over heads.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | ONE_LAYER | dict(vocab_size=97))
@@ -428,7 +435,7 @@ def an_engine() -> None:
 
 
 def caches() -> None:
-    """Every kind of cache is sharded over heads and donated; no program is compiled twice."""
+    """Every kind of cache is sharded over heads and donated. No program is compiled twice."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | ONE_LAYER)
         one = xj.load_model(path, "float32")
@@ -504,7 +511,9 @@ def _outputs(model: Any, prompt: list[int]) -> tuple[list, np.ndarray, list]:
 
 
 def odd_formats() -> None:
-    """In every format the rows of the vocabulary are those of one device, then zeros, which are not saved."""
+    """Checks, for every format, that the rows of the vocabulary are the rows of one device, then zeros, which
+    are not saved.
+    """
     import quantized_checkpoints as files
 
     hf = tiny.UNTIED | dict(
@@ -532,7 +541,7 @@ def odd_formats() -> None:
 
 
 def odd_tree_of_a_user() -> None:
-    """`shardings` does not divide the vocabulary; gradients of either layout are those of one device."""
+    """`shardings` does not divide the vocabulary. Gradients of either layout are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), ODD)
         one = xj.load_model(path, "float32")
@@ -624,8 +633,8 @@ def gradients() -> None:
 
 
 def rows_over_data() -> None:
-    """In a plain jit with rows over "data" caches of each kind stay with their rows, and the results are
-    those of one device; so are gradients (`gradients` has those of a mixture).
+    """Runs a plain jit with rows over "data". Caches of each kind stay with their rows, and the results equal
+    the results of one device. So do the gradients (`gradients` has the gradients of a mixture).
     """
     for name, dtype, shape in (("qwen3_next", None, (2, 2)), ("qwen2", "gear", (4, 1))):
         only = ONE_LAYER if name == "qwen2" else dict(num_hidden_layers=1)  # of linear attention
@@ -687,8 +696,8 @@ def training() -> None:
 
 
 def adapters() -> None:
-    """Over devices that repeat key heads and pad the vocabulary: logits of one adapter, also of embedding and
-    head, and of one for each row are those of one device.
+    """Runs adapters over devices that repeat key heads and pad the vocabulary. The logits equal the logits of
+    one device: for one adapter, also of embedding and head, and for one adapter per row.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = tiny.write(Path(folder) / "model", tiny.UNTIED | dict(vocab_size=286))
@@ -737,8 +746,8 @@ def adapters() -> None:
 
 
 def taps() -> None:
-    """What taps read and edit over 2 × 2 devices, and of rows that a `jax.shard_map` divides, is that of one
-    device; so are tokens of a steered model.
+    """Reads and edits by taps over 2 × 2 devices, and of rows that a `jax.shard_map` divides. The results
+    equal the results of one device, and so do tokens of a steered model.
     """
     two = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_kv_shared_layers=1)
     config = from_hf(FAMILIES["gemma4"] | two | dict(enable_moe_block=False))
@@ -776,8 +785,8 @@ def taps() -> None:
 
 
 def explicit_axes() -> None:
-    """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
-    divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
+    """Runs over the axes that `jax.make_mesh` gives. Results and gradients equal the ones of one device, and
+    stay divided by rows. The host's functions and engines take such parameters, also under `jax.set_mesh`.
     """
     config = from_hf(FAMILIES["qwen2"] | ONE_LAYER)
     params = random_params(config)
@@ -860,7 +869,7 @@ def explicit_axes() -> None:
 
 def resharded() -> None:
     """A tree moves to a mesh as `load_model` reads it there: cast, with key heads repeated and the vocabulary
-    padded; and to meshes whose axes have other names.
+    padded, and to meshes whose axes have other names.
     """
     hf = FAMILIES["qwen2"] | dict(vocab_size=95)
     with tempfile.TemporaryDirectory() as folder:
@@ -894,7 +903,7 @@ def resharded() -> None:
 
 
 def another_layout() -> None:
-    """On a mesh whose devices do not divide the heads the compiler completes the caller's sharding."""
+    """Runs on a mesh whose devices do not divide the heads: the compiler completes the caller's sharding."""
     config = from_hf(FAMILIES["qwen2"])
     params = random_params(config)
     wanted = FORWARD(params, config, TOKENS)[0]

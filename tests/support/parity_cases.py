@@ -36,7 +36,7 @@ class Case:
     @property
     def continued_prompts(self) -> tuple[int, ...]:
         """Indices of the prompts to continue: not those that would cross the maximum of rope type dynamic, or
-        the length at which longrope switches its factors; none of a model that is not causal.
+        the length at which longrope switches its factors. None of a model that is not causal.
         """
         config = self.config
         if self.hf.get("use_bidirectional_attention") is True:
@@ -479,6 +479,18 @@ _CASES = {
         moe_topk=[3, 3, 3], intermediate_size=24, num_shared_expert=[1, 1, 1]),
     "hunyuan-moe-bias": _hf("hunyuan_v1_moe", **_new(rope_theta=5e4), head_dim=20, num_experts=5,
         moe_topk=2, intermediate_size=40, attention_bias=True, num_key_value_heads=1),
+    # cohere2: LayerNorm, attention and MLP side by side, RoPE in sliding layers only
+    "cohere2-published": _hf("cohere2", **_old(5e4), num_hidden_layers=5, sliding_window=8,
+        sliding_window_pattern=4, logit_scale=0.25, layer_norm_eps=1e-5, tie_word_embeddings=True,
+        use_parallel_block=True, use_qk_norm=False),
+    "cohere2-bias-untied-long-window": _hf("cohere2", **_new(rope_theta=1e4), sliding_window=290,
+        layer_types=[_F, _S, _S], attention_bias=True, num_key_value_heads=1, logit_scale=0.3,
+        layer_norm_eps=1e-3, tie_word_embeddings=False),
+    # apertus: xIELU without a gate, norms of heads, its own names of norms
+    "apertus-published": _hf("apertus", **_old(1.2e7, dict(rope_type="llama3") | _LLAMA3), hidden_act="xielu",
+        qk_norm=True, post_norm=False, mlp_bias=False, rms_norm_eps=1e-5),
+    "apertus-bias-tied": _hf("apertus", **_new(rope_theta=1e4), hidden_act="xielu", attention_bias=True,
+        num_key_value_heads=1, tie_word_embeddings=True),
     # smollm3: layers without rotary embedding
     "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
     "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,
@@ -525,7 +537,7 @@ CACHED = (
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """Returns random ids; they are the same in every call."""
+    """Returns random ids. They are the same in every call."""
     random = np.random.RandomState(7)  # numpy guarantees this generator's stream for ever
     return [random.randint(0, VOCAB, length).tolist() for length in case.lengths]
 
@@ -537,12 +549,13 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
+        if not shape:  # constants of xIELU
+            return np.array(dict(beta=0.4, eps=-0.2)[name.split(".")[-1]])
         if name.endswith("A_log"):
             # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
             return np.log(random.uniform(0.01, 1, shape))
-        if name.endswith("linear_attn.norm.weight"):
-            return 1 + 0.2 * noise
-        if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
+        near_one = ("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
+        if name.endswith(("linear_attn.norm.weight", *near_one)):
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - (config.norm_offset or 0) + 0.2 * noise
@@ -611,7 +624,7 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
 
 
 def _grouped(spec: FileSpec, tensor: np.ndarray) -> np.ndarray:
-    """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
+    """A tensor by group of rows of the fused one with it, [groups, rows, ...]. Others as they are."""
     if spec.fused_name is None:
         return tensor
     if spec.interleaved:  # outputs last

@@ -1,4 +1,4 @@
-"""Where things lie: the checkout, its scripts, golden files, and data that may lie beside it."""
+"""Paths of the checkout, its scripts, golden files, and data that may lie next to the checkout."""
 
 from pathlib import Path
 

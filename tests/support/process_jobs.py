@@ -39,7 +39,7 @@ class Process:
 
     @property
     def child(self) -> int:
-        """Process id of the child; waits until the child was started."""
+        """Process id of the child. Waits until the child was started."""
         tasks = Path(f"/proc/{self.parent.pid}/task")
         return int(
             wait_until(lambda: " ".join(file.read_text() for file in tasks.glob("*/children")).split())[0]
@@ -66,7 +66,7 @@ def job(
         args: arguments of all processes.
         each: further arguments of single processes, by process number.
         count: number of processes of the job.
-        num_started: number of processes that are started; 0: all.
+        num_started: number of processes that are started. 0: all.
     """
     address = f"--coordinator=127.0.0.1:{free_port()}"
     started = list[Process]()

@@ -6,7 +6,7 @@ import pytest
 
 
 def full_except(quick: Collection, values: Iterable, soak: Collection = ()) -> list:
-    """Returns the values as parameters of a test; all but the quick ones are marked `full`, and those of
+    """Returns the values as parameters of a test. All but the quick ones are marked `full`, and those of
     `soak` are marked so.
 
     A tuple stands for several parameters.

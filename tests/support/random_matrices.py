@@ -1,4 +1,4 @@
-"""Random parameters and checkpoints; matrices of every format that kernels of products read, and experts."""
+"""Random parameters and checkpoints. Matrices of every format that kernels of products read, and experts."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def random_params(config, seed=0, dtype="float32"):
 
 
 def write_checkpoint(path, hf, fused=False, seed=0, **how):
-    """Writes a checkpoint of random tensors without a tokenizer; fused: some are one, as in transformers."""
+    """Writes a checkpoint of random tensors without a tokenizer. fused: some are one, as in transformers."""
     config = from_hf(hf)
     tensors = random_tensors(config, seed)
     if fused or config.experts and config.experts.swiglu:

@@ -66,7 +66,9 @@ def float_tensors(hf: dict[str, Any], is_fused: bool = True) -> dict[str, np.nda
 
 
 def is_matrix(name: str, tensor: np.ndarray) -> bool:
-    """Whether files have it quantized: within a layer, and neither a router nor a convolution."""
+    """Returns True if files have the tensor quantized: it lies within a layer, and is neither a router nor a
+    convolution.
+    """
     others = r"mlp\.gate\.|router|shared_expert_gate|conv|norm|bias|_ba\.|in_proj_[ab]\.|A_log|sinks"
     return tensor.ndim > 1 and ".layers." in name and not re.search(others, name)
 
@@ -92,7 +94,7 @@ def expand(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) ->
 
 
 def largest(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Of each block the largest magnitude."""
+    """Returns the largest magnitude of each block."""
     padding = [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % block[0]), (0, -x.shape[-1] % block[1])]
     x = np.abs(np.pad(x, padding))
     (rows, columns) = (x.shape[-2] // block[0], x.shape[-1] // block[1])
@@ -127,7 +129,7 @@ def _fp4(x, whole):
 
 
 def nvfp4(name, x):
-    """Of ModelOpt."""
+    """Encodes a matrix as ModelOpt does."""
     whole = np.float32(np.abs(x).max() / 448 / 6)
     scale = (largest(x, (1, 16)) / 6 / whole).astype(E4M3)
     packed, equal = _fp4(x, expand(scale, (1, 16), x.shape) * whole)
@@ -135,7 +137,7 @@ def nvfp4(name, x):
 
 
 def nvfp4_packed(name, x):
-    """Of compressed-tensors."""
+    """Encodes a matrix as compressed-tensors does."""
     divisor = np.float32(448 * 6 / np.abs(x).max())
     scale = (largest(x, (1, 16)) / 6 * divisor).astype(E4M3)
     packed, equal = _fp4(x, expand(scale.astype(np.float32) / divisor, (1, 16), x.shape))
@@ -143,7 +145,7 @@ def nvfp4_packed(name, x):
 
 
 def mxfp4(name, x):
-    """Of compressed-tensors."""
+    """Encodes a matrix as compressed-tensors does."""
     exponent = np.ceil(np.log2(largest(x, (1, 32)) / 6)).astype(int)
     packed, equal = _fp4(x, expand(np.exp2(exponent), (1, 32), x.shape))
     return {f"{name}_packed": packed, f"{name}_scale": (exponent + 127).astype(np.uint8)}, equal
@@ -158,7 +160,9 @@ def pack(x, bits):
 
 
 def integers(bits, group=None, symmetric=True, packed=True, scale_dtype=BF16, order=None):
-    """Of compressed-tensors. group: None: one scale for each output. order: draws `weight_g_idx`."""
+    """Returns an encoder in the form of compressed-tensors. group: None: one scale for each output. order:
+    draws `weight_g_idx`.
+    """
 
     def encode(name, x):
         (outputs, inputs) = x.shape

@@ -61,7 +61,7 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
 
 
 def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
-    """A text that the grammar allows, with these parts where they may stand; None: it did not end."""
+    """A text that the grammar allows, with these parts where they may stand. None: it did not end."""
     text = bytearray()
     mask = np.zeros(9, np.uint32)
     while True:
@@ -83,7 +83,7 @@ def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
 
 
 def _choose(allowed: list[int], length: int, rng: random.Random) -> int:
-    """Each kind of byte as likely as the others; what ends the answer, where it is long."""
+    """Each kind of byte as likely as the others. What ends the answer, where it is long."""
     if _END in allowed and (length > _MOST_BYTES or rng.random() < 0.4):
         return _END
     if length > _MOST_BYTES and (closers := [byte for byte in allowed if byte in _CLOSERS]):
@@ -96,7 +96,9 @@ def _choose(allowed: list[int], length: int, rng: random.Random) -> int:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """What answers to a schema may have: its texts, keys with escapes, numbers about its bounds."""
+    """Yields the parts that answers to a schema may have: its texts, keys with escapes, numbers about its
+    bounds.
+    """
     yield from (rb"\"", b"\\\\", rb"\u0022", rb"\u005c", b"-0", b"1e5", b".000", b"999999999", b'","', b'{"')
     found = [value]
     for one in found:  # grows

@@ -28,7 +28,9 @@ def build(name, **changes):
     shapes = jax.eval_shape(lambda key: xj.init_params(config, key, "float32"), jax.random.key(0))
 
     def leaf(path, x):
-        """Without a compilation; the factor gives logits of order 10, of which few are nearly equal."""
+        """Makes a leaf without a compilation. The factor gives logits of order 10, of which few are nearly
+        equal.
+        """
         if x.ndim == 1:
             return np.full(x.shape, "norm" in jax.tree_util.keystr(path), np.float32)
         return (2.5 * draws.standard_normal(x.shape) / np.sqrt(x.shape[-1])).astype(np.float32)

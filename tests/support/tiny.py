@@ -96,13 +96,13 @@ def write(
     """Writes a checkpoint and returns its directory.
 
     Args:
-        path: the directory; made if it does not exist.
+        path: the directory. Made if it does not exist.
         hf: contents of config.json.
         dtype: of the stored weights.
-        shards: 1: model.safetensors; more: that many files and an index.
-        weights: instead of `tensors(hf)`; stored as they are.
+        shards: 1: model.safetensors. more: that many files and an index.
+        weights: instead of `tensors(hf)`. Stored as they are.
         with_tokenizer: whether tokenizer.json and tokenizer_config.json are written.
-        tokenizer_config, generation_config: contents of those files; None: no file.
+        tokenizer_config, generation_config: contents of those files. None: no file.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "config.json", hf)

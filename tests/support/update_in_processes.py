@@ -24,7 +24,9 @@ OPTIONS = xj.GenerateOptions(max_tokens=60, eos_token_ids=())
 
 
 def answer(engine, updates, update, host, root) -> None:
-    """In process 0: an answer with an update in flight, and others with the weights before and after it."""
+    """Runs in process 0: makes an answer with an update in flight, and others with the weights before and
+    after it.
+    """
     running = engine.submit([5] * 9, OPTIONS)
     others = []
     for tree, mode in zip(updates, ("recompute", "continue", "wait", "continue"), strict=True):
@@ -46,7 +48,7 @@ def answer(engine, updates, update, host, root) -> None:
 
 
 def check_directories(engine, host, root) -> None:
-    """In process 0 alone: the other process reads the same directories within `follow`."""
+    """Runs in process 0 alone: the other process reads the same directories within `follow`."""
     with jax.default_device(jax.local_devices()[0]):
         wanted = [xj.generate(x, engine.model.config, [[7] * 9], OPTIONS).logprobs for x in host]
     for number, name in ((1, "1"), (1, "nothing"), (2, "2")):
@@ -60,7 +62,7 @@ def check_directories(engine, host, root) -> None:
 
 
 def use_functions(engine, params) -> None:
-    """In process 0: requests that name a caller's processor, and a vector."""
+    """Runs in process 0: makes requests that name a caller's processor, and a vector."""
     other, processed, steered = (
         engine.submit([7] * 9, dataclasses.replace(OPTIONS, **named)).result().logprobs
         for named in ({}, dict(processors=dict(bias=dict(by=3.0))), dict(taps=dict(up=2.0)))

@@ -102,7 +102,9 @@ def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_annotations_constrain_nothing(sample, form):
-    """What OpenAPI and zod write beside the keywords, in a schema and its parts; and values of a record."""
+    """The schema, its parts and the values of a record have the annotations that OpenAPI and zod write next
+    to the keywords.
+    """
     jsonschema = pytest.importorskip("jsonschema")
     notes = {"x-order": 1, "nullable": True, "readOnly": True, "example": "a", "xml": {"name": "a"}}
     notes |= {"discriminator": {"propertyName": "q"}, "externalDocs": {"url": "u"}, "contentEncoding": "x"}

@@ -340,7 +340,7 @@ def test_what_is_no_call_stays_text(text):
 
 @pytest.mark.parametrize("text", [PARIS, f"\n<tool_call>{PARIS}", tagged(LINES), NUMBERS])
 def test_an_incomplete_call_is_text(text):
-    """Also after a value: more of them may have followed."""
+    """It is also text if it ends after a value: more values may have followed."""
     whole = f"{tagged(ADD)} {text}"
     end = next(whole.rindex(mark) for mark in ("</arg_value>", "</function>", "}") if mark in text)
     for cut in range(whole.index(text) + len("\n<tool_call>"), end):
@@ -361,7 +361,7 @@ def test_formats_that_are_not_asked_for_are_text():
     [(tagged(PARIS), 12), (tagged(LINES), 12), (gemma(GEMMA), 5), (glm("add.all", pair("text", PATCH)), 20)],
 )
 def test_arguments_arrive_while_they_are_generated(text, least):
-    """Also values that are texts, in the forms that do not quote them."""
+    """Values that are texts arrive in this way too, in the forms that do not quote them."""
     parser = xj.tools.AnswerParser(tools=TOOLS)
     pieces = ["".join(call.arguments for call in parser.push(letter).tool_calls) for letter in text]
     assert sum(map(bool, pieces)) > least
@@ -381,7 +381,7 @@ def test_arguments_arrive_while_they_are_generated(text, least):
     ids=range(7),
 )
 def test_calls_within_reasoning_are_a_part_of_it(text):
-    """If text follows them, or the mark that ends the reasoning."""
+    """They are if text follows them, or the mark that ends the reasoning."""
     parsed = xj.tools.parse_tool_calls(f"<think>\n{text}", TOOLS)
     assert (parsed.reasoning, parsed.tool_calls) == (text.removesuffix("</think>"), [])
     assert same_in_any_parts(f"<think>\n{text}") == []

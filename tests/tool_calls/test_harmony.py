@@ -1,4 +1,4 @@
-"""Answers in Harmony come apart by their channels, whole and in parts; what is no header or call is text."""
+"""Answers in Harmony come apart by their channels, whole and in parts. What is no header or call is text."""
 
 import json
 import random
@@ -115,7 +115,9 @@ def test_by_ids_a_spelled_control_token_is_text():
 
 
 def test_the_header_at_the_end_of_a_text():
-    """As the parser reads it: the first channel after the last beginning of a message counts."""
+    """The header is found as the parser finds it: the first channel after the last beginning of a message
+    counts.
+    """
     analysis = "<|channel|>analysis<|message|>A"
     for text in (
         "<|channel|>final<|message|>", "<|channel|> final <|constrain|>json<|message|>",

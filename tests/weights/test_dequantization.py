@@ -57,7 +57,7 @@ def test_floats_of_rotated_matrices_are_not_rotated():
 
 @pytest.mark.parametrize("name, quantize", full_except([("dense", "int8")], FORMS))
 def test_shapes_of_quantized_parameters(name, quantize):
-    """Under `jax.jit` their numbers too."""
+    """The numbers are compared too under `jax.jit`."""
 
     def init(key):
         return xj.init_params(CONFIGS[name], key, "float32", quantize)

@@ -22,7 +22,7 @@ def random_leaf(shape: tuple[int, ...], seed: int = 0) -> Mxfp4Weight:
 
 
 def test_numbers_of_every_byte():
-    """Low half first; the smallest and largest exponents whose numbers are float32's."""
+    """Low half first. The smallest and largest exponents whose numbers are float32's."""
     halves = np.arange(256) & 15, np.arange(256) >> 4
     values = jnp.arange(256, dtype=jnp.uint8).reshape(1, 16, 16)
     for exponent in (-125, -1, 0, 1, 125):

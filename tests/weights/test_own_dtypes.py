@@ -1,4 +1,4 @@
-"""A parameter whose spec names a dtype has it: made, converted or moved; test_glm4_moe.py has it in files."""
+"""A parameter whose spec names a dtype has it: made, converted or moved. test_glm4_moe.py has it in files."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ CONFIG = cases.CASES["glm4-moe-groups"].config
 
 
 def dtypes(params) -> tuple[set[str], set[str]]:
-    """Those of routers, and of all other leaves."""
+    """Returns the dtypes of routers, and of all other leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     of_router, others = set(), set()
     for path, leaf in leaves:

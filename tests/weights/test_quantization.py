@@ -130,7 +130,7 @@ def test_product_equals_the_product_of_the_dequantized_matrix(outputs, inputs, b
 
 
 def test_int4_with_int8_activations_is_int8_in_its_product(monkeypatch):
-    """Of all groups at once, and of some at a time; up to three rows activations stay floats."""
+    """The product takes all groups at once, or some at a time. Activations stay floats up to three rows."""
     shape = (70, 130)
     weight = with_steps(quantize_matrix(matrix(*shape), 4))
     on_device = with_steps(jax.device_put(quantize_matrix(matrix(*shape), 4)))
@@ -180,7 +180,7 @@ CPU_INFOS = {
 @pytest.mark.full
 @pytest.mark.parametrize("has", CPU_INFOS)
 def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
-    """Every form computes the same product; the environment variable overrides the flags."""
+    """Every form computes the same product. The environment variable overrides the flags."""
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor : 0\n{CPU_INFOS[has]}\n")
     monkeypatch.setattr(cpu_features, "_INFO", file)

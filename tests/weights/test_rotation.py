@@ -133,7 +133,7 @@ def test_gradients_equal_those_of_the_dequantized_matrix():
 
 @pytest.mark.full
 def test_steps_stay_whole_numbers_where_a_tpu_takes_float32_scales(tmp_path):
-    """Saved, loaded and made of floats again there; a file that lacks zero points is rejected."""
+    """Saved, loaded and made of floats again there. A file that lacks zero points is rejected."""
     plain = xj.load_model(dtype="float32")
     with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
         model = xj.load_model(dtype="float32", **INT4)

@@ -151,7 +151,7 @@ def test_stored_scales_give_the_same_bits(divides):
 
 
 def test_matrices_that_bitnet_cannot_have(tmp_path):
-    """One that became float is listed; scales that differ are rejected, and are written in our own format."""
+    """One that became float is listed. Scales that differ are rejected, and are written in our own format."""
     model = xj.load_model(checkpoint(tmp_path / "from", "bitlinear")[0], dtype="float32")
     (first, second, *_) = model.params["layers"]
     first["q"]["weight"] = first["q"]["weight"].dequantize()

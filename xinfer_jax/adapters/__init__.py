@@ -1,10 +1,16 @@
-"""LoRA adapters (Hu et al. 2021) as pytrees, and as PEFT writes them; `weights` has the adapted leaf.
+"""LoRA adapters (Hu et al. 2021) as pytrees, and in the files that PEFT writes. The adapted leaf is in
+`weights`.
 
-In the order to read: `adapter` is the pytree; `fitted_adapter` gives it the form that parameters need, and
-`adapted_params` puts it into them, takes it out and merges it; `peft_config` says which modules an
-adapter_config.json means, and rejects what is not done; `peft_modules` knows which matrices a module holds;
-`peft_files` reads and writes directories.
+Reading order:
 
-- A tied model's matrix has one adapter for embedding and head, "embed", or another for the head, "lm_head".
-  PEFT adapts them apart unless `ensure_weight_tying` is set, so a file may have either.
+- `adapter` is the pytree.
+- `fitted_adapter` gives an adapter the form that parameters need.
+- `adapted_params` puts an adapter into parameters, takes it out and merges it.
+- `peft_config` reads which modules an adapter_config.json means, and rejects settings that are not supported.
+- `peft_modules` knows which matrices a module holds.
+- `peft_files` reads and writes directories.
+
+Decision: the matrix of a tied model has one adapter for embedding and head, "embed", or another adapter for
+the head, "lm_head". PEFT adapts both separately unless `ensure_weight_tying` is set, so a file may have
+either form.
 """

@@ -170,7 +170,9 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
 
 
 def _with_norms(params: Params, adapter: Adapter) -> Params:
-    """The parameters with the adapter's norms, in the dtypes of theirs: that of activations is a norm's."""
+    """Returns the parameters with the adapter's norms, in the dtypes of the model's norms: the dtype of a
+    norm is the dtype of activations.
+    """
 
     def leaf(keys: Any, old: Any) -> Any:
         new = adapter.norms.get(leaf_name(keys))

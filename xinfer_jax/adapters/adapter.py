@@ -1,4 +1,6 @@
-"""`Adapter`: the low-rank matrices of a fine-tuned model (LoRA) as a pytree; new ones, and of what."""
+"""`Adapter`: the low-rank matrices of a fine-tuned model (LoRA) as a pytree. Also makes new adapters, and
+lists the matrices that can have one.
+"""
 
 import dataclasses
 import hashlib
@@ -70,8 +72,8 @@ def make_adapter(
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns the specs of the matrices that can have adapters, by path: those of linear layers, experts and
-    routers, of the embedding and of the head, also where these are tied.
+    """Returns the specs of the matrices that can have adapters, by path: linear layers, experts, routers, the
+    embedding and the head, also if embedding and head are tied.
     """
     check_config(config)
     specs = jax.tree.leaves(param_specs(untied(config)))
@@ -88,24 +90,24 @@ def adapter_digest(adapter: Adapter) -> bytes:
 
 
 def is_norm(path: str) -> bool:
-    """Whether a path in the parameters is that of a norm's weights."""
+    """Returns True if a path in the parameters names the weights of a norm."""
     return path.endswith("norm")
 
 
 def untied(config: ModelConfig) -> ModelConfig:
-    """The config with a head of its own."""
+    """Returns the config with a separate head."""
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:
-    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, routers,
-    norms, embedding and head. Functions and engines of several adapters reject them by these names.
+    """Returns the paths of the parts of an adapter that cannot differ between rows: experts, routers, norms,
+    embedding and head. Functions and engines with several adapters raise errors that name these paths.
     """
     return [*filter(_is_for_all_rows, adapter.matrices), *adapter.norms]
 
 
 def row_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns those of `adaptable_matrices` of which each row may have an adapter of its own."""
+    """Returns the matrices of `adaptable_matrices` for which each row may have a different adapter."""
     return {path: spec for path, spec in adaptable_matrices(config).items() if not _is_for_all_rows(path)}
 
 

@@ -19,7 +19,7 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     that pad its vocabulary.
 
     Raises:
-        InputError: it has what they do not take, all in one error.
+        InputError: it has matrices that they do not take. One error names all.
     """
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
@@ -57,7 +57,7 @@ def _norm_faults(params: Params, adapter: Adapter) -> list[str]:
 
 
 def weights_by_path(params: Params) -> dict[str, Any]:
-    """Returns every weight by the path of its matrix; a tied one by both of its paths."""
+    """Returns every weight by the path of its matrix. A tied weight has both of its paths."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     named = {leaf_name(keys): leaf for keys, leaf in found}
     weights = {name.removesuffix(".weight"): leaf for name, leaf in named.items() if name.endswith(".weight")}
@@ -74,7 +74,9 @@ def _fits(pair: LowRank, shape: tuple[int, ...]) -> bool:
 
 
 def _with_rows(path: str, pair: LowRank, weight: Any) -> LowRank:
-    """The pair with the rows of a matrix over a mesh, where each device has one of the repeated key heads."""
+    """Returns the pair with the rows of a matrix over a mesh, in which each device has one of the repeated
+    key heads.
+    """
     rows = weight.shape[-2]
     mesh = abstract_mesh_of(weight)
     if pair.b.ndim != 2 or len(pair.b) >= rows or mesh is None:

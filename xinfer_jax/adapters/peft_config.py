@@ -1,5 +1,5 @@
-"""adapter_config.json of PEFT: which modules an adapter changes, by which rank and factor. Fields are those
-of peft 0.21's `LoraConfig`; what is not done is rejected by name.
+"""Reads adapter_config.json of PEFT: the modules that an adapter changes, with rank and factor. Fields are
+the fields of `LoraConfig` in peft 0.21. A field that is not supported raises an error that names it.
 """
 
 import ctypes
@@ -47,7 +47,9 @@ _REJECTED = {
 
 
 class Module(NamedTuple):
-    """What an adapter does to one module: the rank of its matrices, and the factor of their product."""
+    """The settings of an adapter for one module: the rank of its matrices, and the factor of their
+    product.
+    """
 
     rank: int
     scale: float
@@ -60,12 +62,12 @@ def read_modules(
 
     Args:
         settings: the object in adapter_config.json.
-        names: of the model's modules.
-        linear: those that "all-linear" means.
+        names: names of the model's modules.
+        linear: the modules that "all-linear" means.
         parameters: names of the model's parameters, for `target_parameters`.
 
     Raises:
-        InputError: a field that is not done or not known, or has a value that it cannot have; no module is
+        InputError: a field is not supported or not known, or has a value that it cannot have, or no module is
             meant.
     """
     _check_fields(settings)
@@ -95,13 +97,13 @@ def _read_modules(
 
 
 def _texts(settings: Mapping[str, Any], *fields: str) -> list[str]:
-    """The texts of these fields: each one, a list, or the keys of an object."""
+    """Returns the texts of these fields: each one, a list, or the keys of an object."""
     values = [settings.get(field) or [] for field in fields]
     return [text for value in values for text in ([value] if isinstance(value, str) else value)]
 
 
 def _read_in_time(*arguments: Any) -> dict[str, Module]:
-    """`_read_modules` in a process of its own: a regular expression can block all threads for ever."""
+    """Runs `_read_modules` in a separate process: a regular expression can block all threads for ever."""
     root = str(Path(__file__).parents[2])
     code = "import sys; sys.path.insert(0, sys.argv[1]); from xinfer_jax.adapters.peft_config import main;"
     command = [sys.executable, "-c", f"{code} main()", root]
@@ -127,8 +129,8 @@ def _read_in_time(*arguments: Any) -> dict[str, Module]:
 
 
 def main() -> None:
-    """The other process: writes what `_read_modules` returns, or the text of its error. It ends with its
-    parent (on Linux), after some seconds of CPU time, and if it needs much memory.
+    """Runs the other process: writes the result of `_read_modules`, or the text of its error. It ends with
+    its parent (on Linux), after some seconds of CPU time, and if it needs much memory.
     """
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (int(_SECONDS) + 1,) * 2)
@@ -143,7 +145,7 @@ def main() -> None:
 
 
 def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iterable[str]) -> list[str]:
-    """Returns the norms that `modules_to_save` means; PEFT compares the ends of names. others: names of the
+    """Returns the norms that `modules_to_save` means. PEFT compares the ends of names. others: names of the
     model's other modules.
 
     Raises:
@@ -232,19 +234,19 @@ def _module(settings: Mapping[str, Any], patterns: Mapping[str, _Patterns], name
 
 
 def _patterns(settings: Mapping[str, Any], field: str) -> _Patterns:
-    """Compiled once for all modules: `re` keeps but a few hundred."""
+    """Returns the patterns, compiled once for all modules: `re` keeps only a few hundred."""
     return [
         (_compile(field, rf"(.*\.)?({key})$"), value) for key, value in (settings.get(field) or {}).items()
     ]
 
 
 def _of_pattern(patterns: _Patterns, name: str, default: Any) -> Any:
-    """The value of the first pattern that means the end of the name."""
+    """Returns the value of the first pattern that means the end of the name."""
     return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
 def _compile(field: str, pattern: str) -> re.Pattern[str]:
-    """`re.compile`, which raises InputError."""
+    """Compiles a regular expression. Raises InputError."""
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:

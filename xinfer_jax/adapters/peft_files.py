@@ -161,7 +161,9 @@ def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:
 def _wanted(
     settings: Mapping[str, Any], found: Mapping[str, PeftModule], named: Mapping[str, Any]
 ) -> list[tuple[PeftModule, int, float]]:
-    """The modules that an adapter changes, their ranks and factors. found: by their names in the file."""
+    """Returns the modules that an adapter changes, their ranks and factors. found: the tensors by their names
+    in the file.
+    """
     modules = {name: module for name, module in found.items() if not module.num_experts}
     parameters = {
         name if module.num_experts else f"{name}.weight": module
@@ -243,7 +245,7 @@ def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, bas
 
 
 def _own_name(name: str) -> str:
-    """The name within the text model, of a tensor of the file."""
+    """Returns the name within the text model, of a tensor of the file."""
     own = text_name(name.removeprefix(_PREFIX))
     if own is None:
         raise InputError(f"{name} is not of the text model")
@@ -251,8 +253,8 @@ def _own_name(name: str) -> str:
 
 
 def _check_vocabulary(modules: Iterable[PeftModule], found: Mapping[str, Any]) -> None:
-    """Raises InputError where an embedding or a head has another number of rows than the model's, or is there
-    as a whole.
+    """Raises InputError if an embedding or a head is there as a whole, or its number of rows differs from the
+    model's.
     """
     for module in modules:
         spec = module.specs[0]

@@ -1,9 +1,11 @@
-"""The modules of transformers' model that PEFT adapts, and how a module's pair of tensors holds those of the
-tree's matrices. A module may hold several, as `qkv_proj` does: they share its lora_A.
+"""The modules of transformers' model that PEFT adapts, and the way in which a module's pair of tensors holds
+the pairs of the tree's matrices. A module may hold several matrices, as `qkv_proj` does: they share its
+lora_A.
 
-Experts of a layer are one parameter, as transformers 5 has them: for PEFT a pair of the rank of all of them
-together, lora_A [X R, I] and lora_B [O, R X]. Where both parameters of a layer's experts have a pair, that of
-the first is in the `base_layer` of the other. Files of earlier versions have a module for each expert.
+Experts of a layer are one parameter, as in transformers 5. PEFT stores for it a pair with the rank of all
+experts together, lora_A [X R, I] and lora_B [O, R X]. If both parameters of a layer's experts have a pair,
+the pair of the first one is in the `base_layer` of the other. Files of earlier versions have a module for
+each expert.
 """
 
 import dataclasses
@@ -26,13 +28,13 @@ _EMBEDDINGS = (f"{EMBED}.weight", "layer_embed.weight")  # of which PEFT has the
 
 
 class PeftModule(NamedTuple):
-    """A module that can have an adapter, or a parameter with those of all experts.
+    """A module that can have an adapter, or a parameter that holds all experts.
 
     Attributes:
-        name: in transformers' model, as "model.layers.0.self_attn.q_proj".
-        specs: the matrices that it holds; of one expert they have no axis for experts.
-        expert: the one that it is of, where each has modules of its own; else None.
-        is_wrapped: the parameter is that of the inner one of two wrappers.
+        name: the name in transformers' model, for example "model.layers.0.self_attn.q_proj".
+        specs: the matrices that it holds. The matrices of one expert have no axis for experts.
+        expert: the expert of the module, if each expert has its modules. Otherwise None.
+        is_wrapped: True: two wrappers hold the parameter, and it is in the inner one.
     """
 
     name: str
@@ -42,12 +44,12 @@ class PeftModule(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """Those of its matrices in the tree."""
+        """The paths of its matrices in the tree."""
         return [spec.name.removesuffix(".weight") for spec in self.specs]
 
     @property
     def num_experts(self) -> int:
-        """X of a parameter with those of all experts; 0: it is none."""
+        """X, if it is a parameter that holds all experts. 0: it is none."""
         return self.specs[0].shape[0] if len(self.specs[0].shape) > 2 else 0
 
     @property
@@ -64,7 +66,9 @@ class PeftModule(NamedTuple):
         return self.paths[0].endswith(".router")
 
     def is_linear(self, is_stored: bool) -> bool:
-        """Whether "all-linear" means it; of a mixture's that depends on the version of transformers."""
+        """Returns True if "all-linear" includes the module. For modules of a mixture of experts, this depends
+        on the version of transformers.
+        """
         is_of_mixture = self.is_router or self.expert is not None
         return not (self.is_embedding or self.paths == [HEAD]) and (is_stored or not is_of_mixture)
 
@@ -78,7 +82,9 @@ class PeftModule(NamedTuple):
         return f"{prefix}.lora_{ends[0]}", f"{prefix}.lora_{ends[1]}"
 
     def as_stored(self, tensors: Mapping[str, Any]) -> "PeftModule":
-        """This module with the outputs of its lora_B, which has key heads once that a mesh repeats."""
+        """Returns this module with the outputs of its lora_B, which has key heads once that a mesh
+        repeats.
+        """
         b = tensors.get(self.tensors[1])
         others = sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
         own = b.shape[0] - others if b is not None and b.shape else 0
@@ -86,13 +92,15 @@ class PeftModule(NamedTuple):
         return self._with_heads_once(repeated // own if own > 0 and not repeated % own else 1)
 
     def as_in(self, adapter: Adapter) -> "PeftModule":
-        """This module with the outputs that an adapter has."""
+        """Returns this module with the outputs that an adapter has."""
         pairs = zip(self.specs, map(adapter.matrices.get, self.paths), strict=True)
         times = (spec.shape[0] // max(1, len(pair.b)) for spec, pair in pairs if spec.kv_heads and pair)
         return self._with_heads_once(max(times, default=1))
 
     def _with_heads_once(self, times: int) -> "PeftModule":
-        """times: how often each key head is there."""
+        """Returns the module whose matrices have each key head once. times: the number of copies of each key
+        head.
+        """
         if times < 2 or any(spec.kv_heads % times for spec in self.specs):
             return self
         specs: list[FileSpec] = []
@@ -104,7 +112,7 @@ class PeftModule(NamedTuple):
         return self._replace(specs=specs)
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of its pair by name."""
+        """Returns the shapes of its pair by name."""
         spec = self.specs[0]
         shape = _of_rank(spec, rank).tensor_shapes({self.parameter})[self.parameter]
         outputs = shape[-1] if spec.interleaved else shape[-2]
@@ -113,7 +121,7 @@ class PeftModule(NamedTuple):
         return dict(zip(self.tensors, (b[::-1], a[::-1]) if self.is_embedding else (a, b), strict=True))
 
     def matrices(self, a: np.ndarray, b: np.ndarray) -> dict[str, LowRank]:
-        """What its pair of tensors adds to each of its matrices."""
+        """Returns the low-rank matrices that a pair of tensors adds to each matrix of the module, by path."""
         (a, b) = (b.T, a.T) if self.is_embedding else (a, b)
         if X := self.num_experts:
             a = a.reshape(X, -1, a.shape[1])
@@ -123,8 +131,9 @@ class PeftModule(NamedTuple):
         return {path: LowRank(a, own) for path, own in zip(self.paths, bs, strict=True)}
 
     def pair(self, adapter: Adapter) -> tuple[dict[str, np.ndarray], int, float] | None:
-        """Its pair of tensors, their rank and their factor; None: the adapter changes none of its matrices.
-        Matrices that have each their own `a` become one pair of the sum of their ranks.
+        """Returns its pair of tensors, their rank and their factor, or None if the adapter changes none of
+        its matrices. If the matrices have different `a`, they become one pair, whose rank is the sum of their
+        ranks.
         """
         scale_of = adapter.scale_of()
         found = [path for path in self.paths if path in adapter.matrices]
@@ -159,7 +168,9 @@ class PeftModule(NamedTuple):
 
 
 def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, PeftModule]:
-    """Returns the modules that can have adapters by name: those of published files, or those found."""
+    """Returns the modules that can have adapters by name: the modules of published files, or the modules that
+    were found.
+    """
     modules: dict[str, PeftModule] = {}
     adaptable = adaptable_matrices(config)
     for spec in jax.tree.leaves(file_specs(untied(config))):
@@ -187,7 +198,9 @@ def norm_modules(config: ModelConfig) -> dict[str, FileSpec]:
 
 
 def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
-    """These modules, all that an adapter changes, with `is_wrapped` where another one wraps it."""
+    """Returns these modules, which are all that an adapter changes. `is_wrapped` is set if another module
+    wraps the module.
+    """
     names = {module.name for module in modules}
 
     def is_wrapped(name: str) -> bool:
@@ -199,8 +212,8 @@ def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
 def of_all_experts(
     path: str, pairs: Mapping[int, tuple[LowRank, float]], num_experts: int
 ) -> tuple[LowRank, float]:
-    """The pair and the factor of a layer's experts from those of each. Raises InputError where some have
-    none, or others than the first.
+    """Joins the pairs and factors of a layer's experts into one pair and one factor. Raises InputError if
+    some experts have none, or if they differ from the first.
     """
     forms = {(pair.a.shape, scale) for pair, scale in pairs.values()}
     if len(pairs) < num_experts or len(forms) > 1:
@@ -212,8 +225,8 @@ def of_all_experts(
 
 
 def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """The adapter as the library means it. For PEFT a tied model's embedding and head have each their own;
-    here "embed" alone is for both, and a head without one has a pair of rank 0.
+    """Returns the adapter in the meaning of this library. In PEFT, a tied model's embedding and head have
+    separate pairs. Here "embed" alone is for both, and a head without a pair has a pair of rank 0.
     """
     if not config.tie_word_embeddings or EMBED not in adapter.matrices:
         return adapter
@@ -227,5 +240,5 @@ def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
 
 
 def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
-    """The spec of a matrix as that of its `lora_B`, which is divided into matrices as the weight is."""
+    """Returns the spec of the matrix's `lora_B`, which is divided into matrices as the weight is."""
     return dataclasses.replace(spec, shape=(*spec.shape[:-1], rank))

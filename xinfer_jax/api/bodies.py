@@ -1,4 +1,4 @@
-"""Parses a request body: prompts as token ids, options, and what the response must contain."""
+"""Parses a request body: prompts as token ids, options, and the parts that the response must contain."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -59,13 +59,13 @@ class ParsedBody:
     routed_experts_bytes: int = 0  # of each token in the response
 
     def keys(self, key: jax.Array) -> list[jax.Array]:
-        """The random key of each prompt, from that of the request."""
+        """Returns the random key of each prompt, made from the key of the request."""
         return [jax.random.fold_in(key, i) if i else key for i in range(len(self.prompts))]
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
-    """How a response is sent."""
+    """The settings that say how a response is sent."""
 
     streamed: bool
     usage: bool  # a last chunk has the usage
@@ -74,7 +74,7 @@ class StreamOptions:
 
 
 def pop_stream_options(body: dict[str, Any]) -> StreamOptions:
-    """Removes `stream` and `stream_options` from a body, and returns what they ask for (vLLM's meanings)."""
+    """Removes `stream` and `stream_options` from a body, and returns their meaning (vLLM's)."""
     given = Fields({name: body.pop(name, None) for name in ("stream", "stream_options")})
     streamed = given.boolean("stream")
     fields = given.mapping("stream_options")
@@ -102,16 +102,16 @@ def parse_request_body(
 ) -> ParsedBody:
     """Checks a body and encodes its prompts.
 
-    The field `priority` has vLLM's meaning, lower goes first; `Engine.submit` takes the negated value.
+    The field `priority` has vLLM's meaning: lower goes first. `Engine.submit` takes the negated value.
 
     Args:
-        kind: as in `ParsedBody`.
+        kind: see `ParsedBody`.
         body: the JSON object. A field that is null counts as absent.
-        defaults: for absent fields. Without `defaults.sampling` the model's settings count. Its max_tokens is
-            the default of plain lines, and the limit of the default of chats.
+        defaults: defaults of absent fields. Without `defaults.sampling` the model's settings count. Its
+            max_tokens is the default of plain lines, and the limit of the default of chats.
         max_length: the most tokens of a prompt and its answer together.
-        escape: control tokens that messages spell stay ordinary text.
-        check: is called before each prompt is encoded, and raises if nobody needs the body.
+        escape: True: control tokens that messages spell stay ordinary text.
+        check: a function that is called before each prompt is encoded. It raises if nobody needs the body.
         stop_in_reasoning: the default of the field of that name. If it is True, stop strings of a chat count
             in the reasoning too.
         plain: defaults of the fields `raw` and `system`.
@@ -212,7 +212,7 @@ def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[Re
 
 
 def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
-    """`prompt_ids` with the model's tokenizer."""
+    """Runs `prompt_ids` with the model's tokenizer."""
 
     def encode(prompt: Any, limit: int, chat: ChatOptions, **how: bool) -> list[int]:
         check()
@@ -224,7 +224,7 @@ def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
 
 
 def _requested_max_tokens(fields: Fields) -> int | None:
-    """How many tokens the body asks for; None: it does not say."""
+    """Returns the number of tokens that the body asks for, or None if the body does not say."""
     least = 0 if fields.boolean("echo") else 1
     for name in ("max_completion_tokens", "max_tokens"):
         if (value := fields.integer(name, least, 2**31 - 1)) is not None:
@@ -233,14 +233,14 @@ def _requested_max_tokens(fields: Fields) -> int | None:
 
 
 def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
-    """max_tokens of a body without it. left: tokens that fit after each prompt."""
+    """Returns max_tokens of a body without it. left: tokens that fit after each prompt."""
     if kind == "plain":
         return default
     return 0 if echo else max(1, min(COMPLETION_TOKENS if kind == "completion" else default, left))
 
 
 def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:
-    """How many alternatives to return; None: no log-probabilities."""
+    """Returns the number of alternatives to return, or None if no log-probabilities are returned."""
     if kind != "chat":
         found = fields.integer("logprobs", 0, 20)
         return default if found is None and kind == "plain" else found
@@ -252,8 +252,9 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_reasoning: bool) -> Any:
-    """The grammar of the answer: of calls where they are required, else what other fields ask for, beside
-    which tools may be called. in_reasoning: the prompt ends there, and the grammar begins after it.
+    """Returns the grammar of the answer. If calls are required, it is the grammar of calls. Otherwise it is
+    the grammar of other fields, next to which tools may be called. in_reasoning: True: the prompt ends in the
+    reasoning, and the grammar begins after it.
     """
     grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
     if tools is not None and tools.grammar is not None:
@@ -272,7 +273,7 @@ def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:
-    """Raises BodyError where an answer cannot have min_tokens tokens. given: the body has the field."""
+    """Raises BodyError if an answer cannot have min_tokens tokens. given: the body has the field."""
     least: Any = options.sampling.min_tokens  # type: ignore[union-attr]
     most = options.max_tokens
     if given and least > most:
@@ -282,6 +283,8 @@ def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool)
 
 
 def _longest_with(config: ModelConfig, prompt: int) -> int:
-    """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
+    """Returns the largest sum of tokens of a prompt of this length and its answer: longrope's factors change
+    within no sequence.
+    """
     switch = config.rope.switches_at
     return config.context_length if switch is None or prompt > switch else switch

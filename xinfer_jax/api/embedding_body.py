@@ -32,10 +32,10 @@ def parse_embedding_body(
     """Checks a body without null fields, and encodes its texts. Raises BodyError.
 
     Args:
-        max_length: most tokens of a text.
-        escape: control tokens that a text after a prompt spells stay ordinary text.
-        count: called with the number of tokens so far, before each text; it raises if they are too many, or
-            if nobody needs the body.
+        max_length: the most tokens of a text.
+        escape: True: control tokens that a text after a prompt spells stay ordinary text.
+        count: a function that is called with the number of tokens so far, before each text. It raises if
+            there are too many, or if nobody needs the body.
     """
     prompts = model.embedding.prompts if model.embedding else {}
     for name, choices in dict(

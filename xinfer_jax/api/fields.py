@@ -1,4 +1,4 @@
-"""The fields of a body: which ones are known or served, and reading their values by type."""
+"""The fields of a body: the known and the served ones. Reads their values by type."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ _NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply
 
 
 class BodyError(InputError):
-    """A body that cannot be served. param: the field at fault; code: the API's error code, if it has one."""
+    """A body that cannot be served. param: the field at fault. code: the API's error code, if it has one."""
 
     def __init__(self, param: str, message: object, code: str | None = None):
         super().__init__(with_field_names(message) if isinstance(message, Exception) else message)
@@ -69,7 +69,9 @@ class BodyError(InputError):
 
 
 def with_field_names(message: object) -> str:
-    """The message with names of options replaced by those of a body's fields, which a `BodyError` has."""
+    """Returns the message with the names of a body's fields in place of the names of options, for a
+    `BodyError`.
+    """
     if isinstance(message, BodyError):
         return str(message)
     names = r"\b(" + "|".join(FIELD_OF_ARGUMENT) + r")\b"
@@ -78,7 +80,7 @@ def with_field_names(message: object) -> str:
 
 @contextmanager
 def errors_of(param: str, prefix: str = "") -> Iterator[None]:
-    """Within, an InputError becomes a BodyError of this field. prefix: of its message."""
+    """Within, an InputError becomes a BodyError of this field. prefix: the beginning of its message."""
     try:
         yield
     except BodyError:
@@ -113,7 +115,9 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables in `chat_template_kwargs`. BodyError: one that is a field of its own, or not served."""
+    """Returns the variables in `chat_template_kwargs`. Raises BodyError if a variable has its own field, or
+    is not served.
+    """
     variables = {name: value for name, value in given.items() if value is not None}
     fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
     kwargs = "chat_template_kwargs"
@@ -126,7 +130,7 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """The variables of `reasoning_effort`; "none" also turns thinking off by a template's switch."""
+    """Returns the variables of `reasoning_effort`. "none" also turns thinking off by a template's switch."""
     if effort is None:
         return {}
     if effort not in _EFFORTS:
@@ -136,10 +140,12 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads the values of a body by type; None for an absent field, BodyError for a value of another type."""
+    """Reads the values of a body by type. An absent field is None, and a value of another type raises
+    BodyError.
+    """
 
     def __init__(self, values: dict[str, Any]):
-        """values: of the fields that are present, none of them null."""
+        """Makes the fields. values: the values of the fields that are present. None of them is null."""
         self.values = values
 
     def _checked(self, name: str, is_valid: Any, description: str) -> Any:
@@ -163,7 +169,9 @@ class Fields:
         return self._checked(name, _is_text, "a text")
 
     def strings(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
-        """A text or a list of texts, without duplicates. most: texts; longest: characters of each."""
+        """Returns a text or a list of texts, without duplicates. most: the largest number of texts. longest:
+        the most characters of each.
+        """
         value = self.values.get(name)
         if value is None:
             return tuple(default)
@@ -177,7 +185,9 @@ class Fields:
         return tuple(dict.fromkeys(text for text in texts if text is not None))
 
     def token_ids(self, name: str, vocab_size: int, most: int | None = None) -> list[int]:
-        """A list of token ids, without duplicates. most: ids in the list; None: the vocabulary's size."""
+        """Returns a list of token ids, without duplicates. most: the most ids in the list. None: the
+        vocabulary's size.
+        """
         value = self.values.get(name, [])
         most = vocab_size if most is None else most
         if isinstance(value, list) and len(value) > most:
@@ -190,5 +200,5 @@ class Fields:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string that UTF-8 can encode, without half a surrogate pair."""
+    """Returns True if a value is a string that UTF-8 can encode. Half a surrogate pair cannot be encoded."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value

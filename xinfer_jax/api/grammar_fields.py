@@ -1,4 +1,4 @@
-"""Parses the fields that say what an answer has to be: `response_format`, and vLLM's `structured_outputs` and
+"""Parses the fields that constrain an answer: `response_format`, and vLLM's `structured_outputs` and
 `guided_*`.
 """
 
@@ -26,7 +26,7 @@ _SPEC = {"name", "description", "schema", "strict"}
 
 
 def parse_grammar(fields: Fields, default: Any) -> Any:
-    """The grammar that a body asks for; the default where it asks for none."""
+    """Returns the grammar that a body asks for, or the default if it asks for none."""
     found: dict[str, Grammar | None] = {}
     for field, name in _GUIDED.items():
         if field in fields.values:
@@ -44,7 +44,7 @@ def parse_grammar(fields: Fields, default: Any) -> Any:
 
 
 def grammar_field(body: Mapping[str, Any]) -> str:
-    """The field of a body that its grammar is from."""
+    """Returns the field of a body that its grammar is from."""
     names = *_GUIDED, "structured_outputs", "response_format", "tools"
     return next((name for name in names if body.get(name) is not None), "grammar")
 
@@ -66,7 +66,9 @@ def _structured_outputs(outputs: Mapping[str, Any]) -> Grammar | None:
 
 
 def _response_format(value: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of OpenAI's forms, and of llama.cpp's, which have the schema beside the type."""
+    """Returns the grammar of OpenAI's forms, and of llama.cpp's forms, which have the schema next to the
+    type.
+    """
     field = "response_format"
     given = {name: one for name, one in value.items() if one is not None}
     kind = given.pop("type", None)

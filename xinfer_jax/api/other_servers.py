@@ -1,9 +1,9 @@
-"""Fields of other servers that would change an answer: each is an error that names this server's way, unless
+"""Fields of other servers that would change an answer. Each is an error that names this server's way, unless
 its value asks for nothing.
 
-Sources, as of November 2026: the request models of vLLM, SGLang and llama.cpp's server, the OpenAPI
-description of TGI, the documentation of LM Studio, Ollama, KoboldCpp and the OpenAI API, and
-`GenerationConfig` of transformers.
+Sources (November 2026): the request models of vLLM, SGLang and llama.cpp's server, the OpenAPI description of
+TGI, the documentation of LM Studio, Ollama, KoboldCpp and the OpenAI API, and `GenerationConfig` of
+transformers.
 """
 
 import re
@@ -64,7 +64,7 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out, an answer has a limit of tokens, not of time": dict(
         t_max_predict_ms=(0, -1), max_time=(), n_indent=(0,),
     ),
-    "name the adapter as the model": dict(lora=([],), lora_path=(), adapter_id=()),
+    "name the adapter as the model": dict(lora=([],), lora_path=(), adapter_id=(), adapters=("",)),
     "give chat_template_kwargs, such as enable_thinking, or reasoning_effort": dict(
         enable_thinking=(), thinking=(), think=(), thinking_budget=(-1,), reasoning_budget=(-1,),
         reasoning_budget_tokens=(-1,), thinking_budget_tokens=(-1,), reasoning_control=(False,),
@@ -78,6 +78,7 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
     "give messages or prompt": dict(
         input_ids=(), input=(), inputs=(), task=(), generation_prompt=("",), session_params=({},),
+        role_mapping=({},),
         previous_response_id=(), preserved_tokens=([],), template=("",),
     ),
     "give truncate_prompt_tokens": dict(truncate=(), truncation=("disabled",)),
@@ -104,7 +105,10 @@ _WITHOUT_EFFECT = {
     "use_audio_in_video", "decoder_input_details", "details", "ttl", "draft_model", "keep_alive",
 }  # fmt: skip
 # They limit the tokens that penalties count, and do nothing if these have the values at which they are off.
-_OF_PENALTIES = {"repeat_last_n", "penalize_nl", "rep_pen_range"}
+_OF_PENALTIES = {
+    "repeat_last_n", "penalize_nl", "rep_pen_range", "repetition_context_size", "presence_context_size",
+    "frequency_context_size",
+}  # fmt: skip
 _PENALTIES = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
 # A field with a word that begins so would constrain an answer, whatever it is.
 _CONSTRAINS = re.compile(
@@ -115,11 +119,12 @@ _CONSTRAINS = re.compile(
 
 
 def why_not_served(body: Mapping[str, Any], name: str, known: Collection[str]) -> str | None:
-    """Why a field that is not this server's is an error; "": it asks for nothing; None: nobody knows it.
+    """Returns the reason why a field that this server does not have is an error. "": the field asks for
+    nothing. None: nobody knows the field.
 
     Args:
         body: the fields that are not null.
-        name: of the field.
+        name: the name of the field.
         known: the names of this server's fields.
     """
     if name in _WITHOUT_EFFECT:

@@ -28,7 +28,9 @@ class PromptEncoder:
     _escape: bool  # control tokens that a conversation spells stay ordinary text
 
     def encode(self, max_prompt_tokens: int) -> list[list[int]]:
-        """The ids of each prompt. max_prompt_tokens: most that `truncate_prompt_tokens: -1` leaves."""
+        """Returns the ids of each prompt. max_prompt_tokens: most that `truncate_prompt_tokens: -1`
+        leaves.
+        """
         fields = self._fields
         kind = self._kind
         prompt: Any = fields.values.get("prompt")
@@ -94,7 +96,7 @@ class PromptEncoder:
         return self._tokenize(prompt, ChatOptions(system, self._tools, variables, self._escape, continues))
 
     def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message as templates expect it: its content is one text, and no value is null."""
+        """Returns the message as templates expect it: its content is one text, and no value is null."""
         if (role := message.get("role")) not in _ROLES:
             raise InputError(f"a message's role must be one of {', '.join(_ROLES)}, got {format_value(role)}")
         found = {name: value for name, value in message.items() if value is not None}
@@ -110,11 +112,11 @@ class PromptEncoder:
 
     @property
     def _truncates(self) -> bool:
-        """Whether prompts that are too long are truncated."""
+        """Returns True if prompts that are too long are truncated."""
         return self._fields.values.get("truncate_prompt_tokens") is not None
 
     def _truncate(self, ids: list[int], max_prompt_tokens: int) -> list[int]:
-        """The last ids of the prompt, or the first, as many as `truncate_prompt_tokens` asks for."""
+        """Returns the last ids of the prompt, or the first, as many as `truncate_prompt_tokens` asks for."""
         name = "truncate_prompt_tokens"
         count = self._fields.integer(name, -1, self._limit)
         side = self._fields.string("truncation_side") or "left"
@@ -132,7 +134,9 @@ class PromptEncoder:
 
 
 def continued_text(fields: Fields) -> str:
-    """The content that the answer continues, with `continue_final_message`; else "". For a checked body."""
+    """Returns the content that the answer continues, with `continue_final_message`, otherwise "". The body
+    has been checked.
+    """
     if not fields.boolean("continue_final_message"):
         return ""
     (*_, last) = fields.values["messages"]
@@ -140,7 +144,7 @@ def continued_text(fields: Fields) -> str:
 
 
 def _join_text_parts(content: Any) -> Any:
-    """Joins a list of text parts; other content is returned as it is."""
+    """Joins a list of text parts. Other content is returned as it is."""
     if not isinstance(content, list):
         return content
     for part in content:

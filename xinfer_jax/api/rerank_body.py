@@ -1,5 +1,5 @@
-"""Parses bodies that ask how well documents answer queries: those of /rerank (the fields of Jina, Cohere and
-vLLM) and of /score (vLLM's).
+"""Parses bodies that ask how well documents answer queries: bodies of /rerank (the fields of Jina, Cohere and
+vLLM) and of /score (vLLM's fields).
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ class Pairs:
     documents: list[list[int]]  # what follows the query, to its end
 
     def lengths(self) -> list[int]:
-        """How many tokens each pair has."""
+        """Returns the number of tokens of each pair."""
         return [len(query) + len(rest) for query, rest in zip(self.queries, self.documents, strict=True)]
 
     def rows(self, at: slice) -> list[list[int]]:
-        """The ids of some pairs, each as one row."""
+        """Returns the ids of some pairs, each as one row."""
         return [a + b for a, b in zip(self.queries[at], self.documents[at], strict=True)]
 
 
@@ -50,9 +50,9 @@ def parse_rerank_body(
     """Checks a body without null fields, and encodes its texts. Raises BodyError.
 
     Args:
-        escape: control tokens that texts spell stay ordinary text.
-        count: called with the least number of tokens, as far as it is known, before each text is encoded; it
-            raises if they are too many, or if nobody needs the body.
+        escape: True: control tokens that texts spell stay ordinary text.
+        count: a function that is called with the least number of tokens, as far as it is known, before each
+            text is encoded. It raises if there are too many, or if nobody needs the body.
     """
     fields = Fields(body)
     documents = _listed(body, "documents")
@@ -64,8 +64,8 @@ def parse_rerank_body(
 
 
 def parse_pairs_body(model: Model, body: dict[str, Any], escape: bool, count: Callable[[int], None]) -> Pairs:
-    """Checks a body of /score without null fields: one query for all documents, or one for each. Arguments
-    and errors as of `parse_rerank_body`.
+    """Checks a body of /score without null fields: one query for all documents, or one for each. It takes the
+    arguments of `parse_rerank_body`, and raises its errors.
     """
     given = [names for names in SCORE_PAIRS if all(name in body for name in names)]
     others = SCORE_FIELDS - _COMMON
@@ -78,7 +78,7 @@ def parse_pairs_body(model: Model, body: dict[str, Any], escape: bool, count: Ca
 
 
 def score_list_name(data: bytes) -> str:
-    """The field of a body of /score that may have many texts."""
+    """Returns the field of a body of /score that may have many texts."""
     names = [name for _, name in SCORE_PAIRS]
     return next((name for name in names if b'"%s"' % name.encode() in data), names[0])
 
@@ -91,7 +91,7 @@ def _encode_pairs(
     escape: bool,
     count: Callable[[int], None],
 ) -> Pairs:
-    """queries, documents: the name of the field, and its texts."""
+    """Encodes the pairs. queries, documents: the name of the field, and its texts."""
     query_name, first = queries
     document_name, second = documents
     if len(first) not in (1, len(second)):
@@ -126,7 +126,7 @@ def _encoder(model: Model, fields: Fields, escape: bool) -> RerankEncoder:
 
 
 def _named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns. An InputError gets the name of the field at fault."""
+    """Calls the function and returns its result. An `InputError` gets the name of the field at fault."""
     with errors_of(name):
         return function(*arguments)
 
@@ -141,7 +141,9 @@ def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A text, or that of an object: {"text": …}, or vLLM's {"content": [{"type": "text", "text": …}]}."""
+    """Returns a text, or the text of an object: {"text": …}, or vLLM's {"content": [{"type": "text", "text":
+    …}]}.
+    """
     text = value.get("text") if isinstance(value, dict) else value
     if isinstance(value, dict) and isinstance(parts := value.get("content"), list):
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]

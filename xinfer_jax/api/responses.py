@@ -21,16 +21,20 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class TokenTextDecoder:
-    """Decodes the tokens of one answer one by one, and finds where each begins in the answer's text."""
+    """Decodes the tokens of one answer one by one, and finds the place at which each begins in the answer's
+    text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        """skip_special_tokens: the answer's text leaves them out; `text` returns theirs all the same."""
+        """Makes a decoder. skip_special_tokens: True: the answer's text leaves special tokens out. `text`
+        returns their texts all the same.
+        """
         self.tokenizer = tokenizer
         self._offset = 0
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
 
     def text(self, token: int) -> str:
-        """The text that a token has as the next one of the answer; part of a character is U+FFFD.
+        """Returns the text of a token as the next one of the answer. A part of a character is U+FFFD.
 
         At the start of the text it has no leading space, which SentencePiece puts before the first word.
         """
@@ -48,7 +52,9 @@ class TokenTextDecoder:
 def prompt_text(
     tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The text of an echoed prompt, with the space before the answer's tokens, whose own text lacks it."""
+    """Returns the text of an echoed prompt, with the space before the answer's tokens, whose own text lacks
+    it.
+    """
     if tokenizer is None:
         return ""
     text = tokenizer.decode(prompt, skip_special_tokens)
@@ -67,7 +73,9 @@ def response_body(
     tokenizer: Tokenizer | None,
     **head: Any,
 ) -> dict[str, Any]:
-    """The body of a whole response; arguments as of `response_choices`. head: id, created, model."""
+    """Returns the body of a whole response. It takes the arguments of `response_choices`. head: id, created,
+    model.
+    """
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         if parsed.logprobs is not None and tokenizer:
@@ -79,7 +87,7 @@ def response_body(
 
 
 def response_object(parsed: ParsedBody) -> str:
-    """The value of `object` in a whole response."""
+    """Returns the value of `object` in a whole response."""
     return "chat.completion" if parsed.kind == "chat" else "text_completion"
 
 
@@ -94,8 +102,8 @@ def response_choices(
     Args:
         parsed: the request's body.
         outs: the output of each prompt.
-        prompt_logprobs: of each prompt's tokens except the first, where the prompt is echoed.
-        tokenizer: None: the checkpoint has none, and answers are token ids.
+        prompt_logprobs: log-probabilities of each prompt's tokens except the first, if the prompt is echoed.
+        tokenizer: the tokenizer. None: the checkpoint has none, and answers are token ids.
     """
     index = 0
     for prompt, out, of_prompt in zip(parsed.prompts, outs, prompt_logprobs, strict=True):
@@ -135,19 +143,19 @@ def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]
 
 
 def usage_counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """The counts of `usage`."""
+    """Returns the counts of `usage`."""
     total = prompt_tokens + new_tokens
     return dict(prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=total)
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody) -> str:
-    """The text of an answer up to its end or its first stop string."""
+    """Returns the text of an answer up to its end or its first stop string."""
     detokenizer = answer_detokenizer(tokenizer, parsed)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
 
 
 def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
-    """A new parser for the answer of a chat. index: of its choice."""
+    """Returns a new parser for the answer of a chat. index: the index of its choice."""
     tools = parsed.tools
 
     def new_id(call: int) -> str:
@@ -170,12 +178,14 @@ def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
 
 
 def chat_finish_reason(reason: str, parser: AnswerParser) -> str:
-    """The reason in a chat, where an answer that stopped may have calls. parser: has the whole answer."""
+    """Returns the finish reason in a chat, in which an answer that stopped may have calls. parser: the
+    parser, which has read the whole answer.
+    """
     return "tool_calls" if reason == "stop" and parser.has_calls else reason
 
 
 def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetokenizer:
-    """A new detokenizer for one answer."""
+    """Returns a new detokenizer for one answer."""
     return AnswerDetokenizer(
         tokenizer,
         parsed.options.stop_strings,
@@ -188,30 +198,32 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
 
 
 def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequence[Any]) -> dict[str, Any]:
-    """Log-probabilities in the form of chat or of completions. entries: of the next tokens, which are pushed
-    to `texts`: `TokenLogprobs`, or an id without log-probabilities.
+    """Returns log-probabilities in the form of chat or of completions. entries: the entries of the next
+    tokens, which are pushed to `texts`: `TokenLogprobs`, or an id without log-probabilities.
     """
     form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
     return form(texts, entries, parsed.logprobs or 0)
 
 
 def json_logprob(logprob: float) -> float:
-    """The value, or -9999.0 for infinity and NaN, which JSON lacks."""
+    """Returns the value, or -9999.0 for infinity and NaN, which JSON lacks."""
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
 def echo_entries(
     prompt: Sequence[int], prompt_logprobs: Sequence[TokenLogprobs]
 ) -> list[TokenLogprobs | int]:
-    """The entries of an echoed prompt. Its first token has no log-probabilities: its entry is the id."""
+    """Returns the entries of an echoed prompt. Its first token has no log-probabilities: its entry is the
+    id.
+    """
     return [prompt[0], *prompt_logprobs]
 
 
 def _completion_logprobs(
     texts: TokenTextDecoder, entries: Sequence[TokenLogprobs | int], top: int
 ) -> dict[str, Any]:
-    """The form of completions. The token itself is among the top ones. Of two ids with one text, the more
-    likely one is returned.
+    """Returns the form of completions. The token itself is among the top ones. Of two ids with one text, the
+    more likely one is returned.
     """
     tokens = []
     logprobs = list[float | None]()
@@ -234,7 +246,7 @@ def _completion_logprobs(
 
 
 def _with_own(t: TokenLogprobs, top: int) -> list[tuple[int, float]]:
-    """The token itself with its own value, then the others of its `top` most likely ones."""
+    """Returns the token itself with its own value, then the others of its `top` most likely ones."""
     return [(t.id, t.logprob), *((token, logprob) for token, logprob in t.top[:top] if token != t.id)]
 
 

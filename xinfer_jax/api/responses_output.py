@@ -1,4 +1,4 @@
-"""What a chat answers, in the form of OpenAI's Responses API: items of output, and events of a stream."""
+"""The answers of a chat in the form of OpenAI's Responses API: items of output, and events of a stream."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -17,17 +17,18 @@ _REPEATED_IF_GIVEN = ("user", "safety_identifier", "prompt_cache_key", "service_
 
 
 class OutputItems:
-    """Makes the items of a response from what is new of a chat's answer, and the events that tell of them.
+    """Makes the items of a response from the new parts of a chat's answer, and the events for them.
 
     The answer's parts come one after another: reasoning, a text, calls. Each is an item.
     """
 
     def __init__(self, response_id: str, encrypts_reasoning: bool, with_logprobs: bool):
-        """
+        """Makes the items of one answer.
+
         Args:
-            response_id: ids of items contain it.
-            encrypts_reasoning: items of reasoning also have `encrypted_content`.
-            with_logprobs: texts have log-probabilities.
+            response_id: the id of the response. Ids of items contain it.
+            encrypts_reasoning: True: items of reasoning also have `encrypted_content`.
+            with_logprobs: True: texts have log-probabilities.
         """
         self.items: list[dict[str, Any]] = []  # those that have ended
         self.reasoning = ""  # all of it
@@ -40,11 +41,11 @@ class OutputItems:
         self._call: int | None = None  # the index of its call
 
     def push(self, delta: Mapping[str, Any], entries: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Takes what is new, and returns the events that tell of it.
+        """Takes the new part of an answer, and returns its events.
 
         Args:
             delta: a chunk's `delta`, or the whole message of a chat.
-            entries: log-probabilities of its tokens, as in a chat.
+            entries: log-probabilities of its tokens, in the form of a chat.
         """
         events: list[dict[str, Any]] = []
         self._entries.append(entries)
@@ -146,7 +147,7 @@ def _part(kind: str, text: str, entries: list[dict[str, Any]] | None) -> dict[st
 
 
 def _is_object(text: str) -> bool:
-    """Whether the arguments of a call are complete."""
+    """Returns True if the text is a complete JSON object, so the arguments of a call are complete."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -154,7 +155,9 @@ def _is_object(text: str) -> bool:
 
 
 class TokenEntries:
-    """The log-probabilities of all tokens of an answer, also of reasoning, calls and EOS, as in a chat."""
+    """The log-probabilities of all tokens of an answer, also of reasoning, calls and EOS, in the form of a
+    chat.
+    """
 
     def __init__(self) -> None:
         self._entries: list[dict[str, Any]] = []
@@ -169,7 +172,9 @@ class TokenEntries:
         self._entries += entries
 
     def of_text(self, text: str) -> list[dict[str, Any]]:
-        """The entries of the tokens that a part of the answer has. Ask for the parts in their order."""
+        """Returns the entries of the tokens that a part of the answer has. Ask for the parts in their
+        order.
+        """
         wanted = text.encode("utf-8", "replace")
         begin = self._text.find(wanted, self._at)
         if begin < 0 or not wanted:
@@ -179,11 +184,11 @@ class TokenEntries:
 
 
 def response_fields(request: ResponsesRequest, parsed: ParsedBody, head: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a response before its answer begins.
+    """Returns the fields of a response before its answer begins.
 
     Args:
-        request: what was asked.
-        parsed: the same as a chat.
+        request: the body of the request.
+        parsed: the same request as a chat.
         head: id, created, model and seed.
     """
     given = request.repeated
@@ -199,12 +204,12 @@ def response_fields(request: ResponsesRequest, parsed: ParsedBody, head: Mapping
 
 
 def ended_fields(is_cut: bool, completed_at: int, usage: dict[str, Any]) -> dict[str, Any]:
-    """The fields that change when the answer has ended.
+    """Returns the fields that change when the answer has ended.
 
     Args:
         is_cut: the answer had no more room.
         completed_at: seconds since 1970.
-        usage: from `responses_usage`.
+        usage: the result of `responses_usage`.
     """
     if is_cut:
         details = dict(reason="max_output_tokens")
@@ -213,16 +218,16 @@ def ended_fields(is_cut: bool, completed_at: int, usage: dict[str, Any]) -> dict
 
 
 def failed_fields(message: str) -> dict[str, Any]:
-    """The fields that change when the answer fails."""
+    """Returns the fields that change when the answer fails."""
     return dict(status="failed", error=dict(code="server_error", message=message))
 
 
 def responses_usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
-    """The counts of tokens in this API's names.
+    """Returns the counts of tokens in this API's names.
 
     Args:
-        usage: of a chat, with `prompt_tokens_details`.
-        reasoning_tokens: of the text of the reasoning.
+        usage: the usage of a chat, with `prompt_tokens_details`.
+        reasoning_tokens: the number of tokens in the text of the reasoning.
     """
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return dict(

@@ -74,14 +74,14 @@ class ResponsesRequest:
 
 
 def parse_responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
-    """Translates a body into that of a chat. Fields that both APIs have, and this server's additional ones
-    (`top_k`, `seed`, `stop`), are taken over as they are. `chat_error` names errors of the chat's body.
+    """Translates a body into the body of a chat. Fields that both APIs have, and this server's additional
+    ones (`top_k`, `seed`, `stop`), are taken over as they are. `chat_error` names errors of the chat's body.
 
     Args:
-        body: the JSON object; null counts as absent. `stream` and `stream_options` are left out before.
+        body: the JSON object. null counts as absent. `stream` and `stream_options` are left out before.
 
     Raises:
-        BodyError: a field or an item that is not served, or has another form.
+        BodyError: a field or an item is not served, or has another form.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in [name for name in given if name in _NOT_SERVED]:
@@ -123,7 +123,7 @@ def parse_responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
 
 
 def chat_error(error: InputError) -> BodyError:
-    """The error of a chat's body, with the names of this API's fields."""
+    """Returns the error of a chat's body, with the names of this API's fields."""
     param = getattr(error, "param", None) or "input"
     names = r"\b(" + "|".join(_IN_MESSAGES) + r")\b"
     message = re.sub(names, lambda found: _IN_MESSAGES[found[1]], with_field_names(error))
@@ -140,8 +140,8 @@ def errors_of_chat() -> Iterator[None]:
 
 
 def encrypt_reasoning(text: str) -> str:
-    """The `encrypted_content` of an item of reasoning: its text in base64. It is not secret: the server only
-    has to read it again, from clients that send no other part of the item back.
+    """Returns the `encrypted_content` of an item of reasoning: its text in base64. It is not secret: the
+    server only has to read it again, from clients that send no other part of the item back.
     """
     return base64.b64encode(text.encode("utf-8", "replace")).decode()
 
@@ -158,7 +158,9 @@ def _parse_include(fields: Fields) -> list[str]:
 
 
 def _translate_output(fields: Fields) -> dict[str, Any]:
-    """The fields of a chat that say how long the answer may be, what form it has, and how much to reason."""
+    """Returns the fields of a chat that limit the length of the answer, and set its form and its amount of
+    reasoning.
+    """
     chat: dict[str, Any] = {}
     if (most := fields.integer("max_output_tokens", 1, 2**31 - 1)) is not None:
         chat["max_completion_tokens"] = most
@@ -207,8 +209,8 @@ def _translate_tool_choice(choice: Any) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of a chat for a text or a list of items. What one answer had (reasoning, a text, calls) is
-    one message of the assistant.
+    """Returns the messages of a chat for a text or a list of items. The parts of one answer (reasoning, a
+    text, calls) are one message of the assistant.
     """
     if isinstance(given, str):
         return [dict(role="user", content=given)]
@@ -271,14 +273,16 @@ _ITEMS: dict[str, Callable[[list[dict[str, Any]], Mapping[str, Any]], None]] = d
 
 
 def _answer(messages: list[dict[str, Any]], takes: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The last message if it is the assistant's and `takes` one more part; else a new one."""
+    """Returns the last message if it is the assistant's and `takes` one more part, otherwise a new
+    message.
+    """
     if not messages or messages[-1]["role"] != "assistant" or not takes(messages[-1]):
         messages.append(dict(role="assistant", content=None))
     return messages[-1]
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content: a text, or a list of parts."""
+    """Returns the text of a content: a text, or a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -294,8 +298,8 @@ def _text_of(content: Any) -> str:
 
 
 def _join_system_messages(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the instructions. Several system or developer messages at the beginning become one,
-    since chat templates allow one, at the first place.
+    """Returns the messages after the instructions. Several system or developer messages at the beginning
+    become one, since chat templates allow one, at the first place.
     """
     system = [] if instructions is None else [dict(role="system", content=instructions)]
     found = [*system, *messages]

@@ -15,11 +15,12 @@ _START = "routed_experts_prompt_start"
 
 
 def parse_routed_experts(fields: Fields, config: ModelConfig, shortest_prompt: int) -> int | None:
-    """The first token whose experts the response has; None: it has none.
+    """Returns the index of the first token whose experts the response has, or None if it has none.
 
     Args:
-        fields: of the body: SGLang's `return_routed_experts` and vLLM's `routed_experts_prompt_start`.
-        config: of the model.
+        fields: the fields of the body: SGLang's `return_routed_experts` and vLLM's
+            `routed_experts_prompt_start`.
+        config: the config of the model.
         shortest_prompt: the number of tokens of the shortest prompt of the body.
 
     Raises:
@@ -42,8 +43,8 @@ def check_recorded(start: int | None, is_recorded: bool) -> None:
     """Raises BodyError if a body asks for experts that the engine does not record.
 
     Args:
-        start: what `parse_routed_experts` returned.
-        is_recorded: the engine was made with `routed_experts=True`.
+        start: the result of `parse_routed_experts`.
+        is_recorded: True: the engine was made with `routed_experts=True`.
     """
     if start is not None and not is_recorded:
         remedy = "start the command with --routed_experts, or leave the field out"
@@ -51,7 +52,7 @@ def check_recorded(start: int | None, is_recorded: bool) -> None:
 
 
 def encoded_bytes_per_token(config: ModelConfig) -> int:
-    """The bytes that `encode_routed_experts` writes for each token."""
+    """Returns the bytes that `encode_routed_experts` writes for each token."""
     layers, used = routes_shape(config)
     return -(-4 * layers * used * 4 // 3)
 

@@ -37,7 +37,7 @@ def parse_sampling(
 
 
 def _value(setting: Setting, fields: Fields, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
-    """The value of a setting that a body has; None: it asks for nothing."""
+    """Returns the value of a setting that a body has. None: it asks for nothing."""
     name = setting.field
     if setting.kind == "switch":
         return fields.boolean(name)
@@ -59,8 +59,8 @@ def _value(setting: Setting, fields: Fields, tokenizer: Tokenizer | None, vocab_
 def ids_of_texts(
     given: Mapping[str, Any], defaults: SamplingConfig, tokenizer: Tokenizer | None, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """The token ids of settings that are texts, if they are among the given ones, or if a given one needs
-    them.
+    """Returns the token ids of settings that are texts, if they are among the given ones, or if a given one
+    needs them.
     """
     found = {}
     for setting in (setting for setting in SETTINGS.values() if setting.kind == "texts"):
@@ -76,8 +76,8 @@ def ids_of_texts(
 def ids_with_texts(
     setting: Setting, tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str]
 ) -> np.ndarray:
-    """int32, read-only: the ids of all tokens whose text contains one of these. BodyError: no token contains
-    one, which is no default.
+    """Returns int32, read-only: the ids of all tokens whose text contains one of these. BodyError: no token
+    contains one, which is no default.
     """
     search = vocabulary_of(tokenizer, vocab_size).search if tokenizer else TokenSearch([])
     is_listed_V = np.zeros(vocab_size, bool)
@@ -93,7 +93,7 @@ def ids_with_texts(
 
 
 def _bias_of_ids(name: str, biases: dict[str, Any], vocab_size: int) -> dict[int, float]:
-    """The biases by token id; in JSON the ids are texts."""
+    """Returns the biases by token id. In JSON the ids are texts."""
     numbers: dict[int, float] = {}
     for i, bias in biases.items():
         is_id = i.isdecimal() and len(i) < 10
@@ -107,7 +107,9 @@ def _bias_of_ids(name: str, biases: dict[str, Any], vocab_size: int) -> dict[int
 def _ids_of_words(
     name: str, tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int
 ) -> list[list[int]]:
-    """The ids of each word at the start of a text and, where they differ, after a space (as vLLM)."""
+    """Returns the ids of each word at the start of a text and, if they differ, after a space (as vLLM
+    does).
+    """
     found = list[list[int]]()
     if tokenizer is None:
         raise BodyError(name, f"{name} need a tokenizer, which this checkpoint lacks: leave them out")

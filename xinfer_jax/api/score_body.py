@@ -17,9 +17,10 @@ _FIELDS = {"prompt", "completions", "text", "add_special_tokens"}
 def parse_score_body(model: Model, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Returns for each text the ids of its context, which are not scored, and the ids of context and text.
 
-    {"prompt", "completions"} has a text for each completion. It is encoded together with the prompt and split
-    where the prompt alone ends; spaces at the prompt's end belong to the completion, as in lm-eval, and a
-    completion may be empty. {"text"} is one text without context.
+    - {"prompt", "completions"} has a text for each completion. It is encoded together with the prompt, and
+      split at the end of the prompt alone. Spaces at the prompt's end belong to the completion, as in
+      lm-eval, and a completion may be empty.
+    - {"text"} is one text without context.
     """
     body = {name: value for name, value in body.items() if value is not None}
     if {*body} - _FIELDS or ("text" in body) == ("prompt" in body or "completions" in body):
@@ -33,7 +34,8 @@ def parse_score_body(model: Model, body: Mapping[str, Any]) -> list[tuple[list[i
 
 
 def format_scores(body: Mapping[str, Any], logprobs: Sequence[Sequence[TokenLogprobs]]) -> dict[str, Any]:
-    """The answer: each text's summed log-probability, its tokens, and whether each token was the most likely.
+    """Returns the answer: each text's summed log-probability, its tokens, and, for each token, True if it was
+    the most likely.
 
     A completion without tokens has 0, 0 and true.
     """

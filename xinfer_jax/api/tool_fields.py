@@ -1,4 +1,4 @@
-"""Parses the fields of tools: which functions an answer may or must call."""
+"""Parses the fields of tools: the functions that an answer may or must call."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ class ToolSettings:
     tokenizer: Tokenizer
 
     def calls_or(self, answer: Grammar) -> Grammar:
-        """A grammar of answers that are calls, or what another grammar says."""
+        """Returns a grammar of answers that are calls, or that follow another grammar."""
         with errors_of("tools", "tools beside a grammar: "):
             return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
-    """The tools of a body; None: it has none, or tool_choice "none": the prompt leaves them out."""
+    """Returns the tools of a body. None: it has none, or tool_choice "none": the prompt leaves them out."""
     given = fields.values.get("tools")
     choice = fields.values.get("tool_choice", "auto")
     parallel = fields.boolean("parallel_tool_calls", True)

@@ -21,12 +21,15 @@ from ..weights.params import AnyArray
 
 
 def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front
-    or a tree that begins with one, and others.
+    """Returns function(*args, **kwargs). Its arguments are parameters, config, an array with rows in front or
+    a tree that begins with one, and others.
 
-    Over Explicit axes a cache in the result is sharded as the given one (or, where that is over no such
-    axes, as the compiler chooses), what has rows in front is sharded along these as the third argument, and
-    the rest is replicated.
+    Over Explicit axes the results are sharded in this way:
+
+    - A cache in the result is sharded as the given cache. If the given cache is over no such axes, the
+      compiler chooses.
+    - Arrays with rows in front are sharded along the rows as the third argument.
+    - Other results are replicated.
     """
     mesh = _explicit_mesh((args, kwargs))
     if mesh is None and concrete_mesh_of(args[0]) is None:
@@ -51,7 +54,7 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
     rows = jax.typeof(jax.tree.leaves(args[2])[0])
 
     def like(x: Any, old: Any) -> Any:
-        """The part of a cache with the sharding of the old one, which may have Auto axes."""
+        """Returns the part of a cache with the sharding of the old one, which may have Auto axes."""
         sharding = jax.typeof(old).sharding
         return reshard(x, NamedSharding(mesh, sharding.spec)) if sharding.mesh.explicit_axes else x
 
@@ -66,7 +69,7 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
 
 @functools.lru_cache(maxsize=64)
 def _program(function: Callable, tree: Any, others: tuple[tuple[int, Any], ...]) -> Callable:
-    """The jitted function of the arrays among the leaves of its arguments, by their numbers."""
+    """Returns the jitted function of the arrays among the leaves of its arguments, by their numbers."""
 
     def traced(arrays: dict[int, Any]) -> Any:
         leaves = arrays | dict(others)
@@ -84,7 +87,7 @@ def _check_values(arguments: Mapping[str, Any]) -> None:
     for name, values, least, most in (
         ("token id", tokens, 0, config.vocab_size - 1),
         ("num_tokens", arguments.get("num_tokens_B"), 0, longest),
-        ("routes: expert", arguments.get("routed_experts"), -1, config.num_experts - 1),
+        ("routed_experts: expert", arguments.get("routed_experts"), -1, config.num_experts - 1),
     ):
         if isinstance(values, AnyArray) and jnp.issubdtype(values.dtype, jnp.integer):
             check_range(name, values, least, most)
@@ -95,8 +98,8 @@ def _is_explicit(leaf: Any) -> bool:
 
 
 def _explicit_mesh(tree: Any) -> Any:
-    """The abstract mesh with Explicit axes of `jax.set_mesh` or of one of the arrays. None: there is none, or
-    the call is in a `jax.shard_map` and nothing is divided along the other axes.
+    """Returns the abstract mesh with Explicit axes of `jax.set_mesh` or of one of the arrays. None: there is
+    none, or the call is in a `jax.shard_map` and nothing is divided along the other axes.
     """
     try:
         leaves = jax.tree.leaves(tree)

@@ -26,7 +26,7 @@ _GRADIENT_ROWS = 128  # of a backward pass, and of the forward pass before it
 
 
 class Tiles(NamedTuple):
-    """Choices in order of the experts, cut into tiles. Those of experts on other devices are in none."""
+    """Choices in order of the experts, cut into tiles. Choices of experts on other devices are in no tile."""
 
     token_C: jax.Array  # int32, with R more entries
     choice_C: jax.Array  # int32, with R more entries: the index of m, u
@@ -37,7 +37,9 @@ class Tiles(NamedTuple):
 
 
 def is_tiled(expert_MU: jax.Array, config: ModelConfig) -> bool:
-    """Whether tiles are faster than every expert for all tokens: that costs up to 3 rows per choice."""
+    """Returns True if tiles are faster than running every expert on all tokens. Tiles cost up to 3 rows per
+    choice.
+    """
     size = expert_MU.size
     return isinstance(size, int) and size >= config.num_experts >= 4 * config.num_experts_per_tok
 
@@ -59,8 +61,8 @@ def _tiles(expert_MU: jax.Array, experts: Params, rows: int) -> Tiles:
 
 
 def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the choices in order of their experts, int32 [C], and where in that order each expert begins,
-    with the end of the last one, int32 [X + 1].
+    """Returns the choices in order of their experts, int32 [C], and the place in that order at which each
+    expert begins, with the end of the last one, int32 [X + 1].
     """
     C = len(expert_C)
     expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
@@ -72,8 +74,9 @@ def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
-    """carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after the
-    expert's last choice: `_add` leaves them out, and what is written of them the next tile overwrites.
+    """Runs carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after
+    the expert's last choice: `_add` leaves them out, and the next tile overwrites the rows that are written
+    for them.
     """
 
     def body(tile: Any, carry: Any) -> Any:
@@ -85,7 +88,7 @@ def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
 
 
 def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], float32: as `plain_experts`."""
+    """Returns [M, D], float32: as `plain_experts`."""
     rows = _rows(expert_MU, config, _TILE_ROWS)
     tiles = _tiles(expert_MU, experts, rows)
 
@@ -99,8 +102,8 @@ def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelC
 
 
 def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, expert: Any, first: Any) -> Any:
-    """total with the rows of a tile added where index_C says: on CPUs faster than to store the rows of all
-    choices and to gather those of each token at the end.
+    """Returns total with the rows of a tile added at the places in index_C. On CPUs this is faster than
+    storing the rows of all choices and gathering the rows of each token at the end.
     """
     rows = jnp.arange(len(new))
     is_here = (first + rows < tiles.stop_X[expert]).reshape(-1, *[1] * (new.ndim - 1))
@@ -116,8 +119,8 @@ def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert
 
 
 def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelConfig) -> jax.Array | None:
-    """call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
-    forms have a better one, as few tokens or few experts do, or quantized experts.
+    """Returns call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles.
+    None: plain forms have a better one, as few tokens or few experts do, or quantized experts.
     """
     is_float = all(isinstance(x, AnyArray) for leaf in operands["experts"].values() for x in leaf.values())
     if not is_tiled(operands["expert_MU"], config) or not is_float:
@@ -130,7 +133,9 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
 
 @in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """The output, and what the backward pass needs: the operands, and gate and up of each choice, [C, F]."""
+    """Returns the output, and the values that the backward pass needs: the operands, and gate and up of each
+    choice, [C, F].
+    """
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
     inner = inner_activation(config)
@@ -155,7 +160,7 @@ def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
 
 @in_default_modes
 def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
-    """The cotangents of the operands, those of experts summed in float32."""
+    """Returns the cotangents of the operands. The cotangents of experts are summed in float32."""
     x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF = residuals
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
@@ -203,6 +208,6 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x @ y in the dtype of x, summed in float32."""
+    """Returns x @ y in the dtype of x, summed in float32."""
     precision = float_precision(y.dtype)
     return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision).astype(x.dtype)

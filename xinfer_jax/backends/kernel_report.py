@@ -93,7 +93,7 @@ def kernels_used(
 def _mixer_operands(
     params: Params, config: ModelConfig, rows: int, dtype: Any, caches: tuple[Any, ...]
 ) -> dict[str, list[tuple[Any, ...]]]:
-    """By kernel the operands of each mixer that it may serve."""
+    """Returns, for each kernel, the operands of each mixer that the kernel may serve."""
     found: dict[str, list[tuple[Any, ...]]] = {}
     for index, layer in enumerate(params["layers"]):
         for mixer, cache in zip(config.mixers(index), config.caches_of_layers[index], strict=True):
@@ -103,7 +103,7 @@ def _mixer_operands(
 
 
 def _of_layers(selections: list[kernels_pallas.Selection]) -> kernels_pallas.Selection:
-    """The selection of the layers that a kernel serves; the reason mentions other layers."""
+    """Returns the selection of the layers that a kernel serves. The reason mentions other layers."""
     common = next((s for s in selections if s.impl != "xla"), selections[0])
     reasons = [common.reason]
     for impl in dict.fromkeys(s.impl for s in selections if s.impl != common.impl):

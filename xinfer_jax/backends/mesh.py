@@ -1,9 +1,11 @@
 """Forms of operations over a mesh of devices: each device computes its part, with the code of one device.
 
-A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations; the
-embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what samples from them,
-with a few numbers per row. int8 scales activations by the largest of a device's inputs, so its last bits
-depend on the number of devices; with int8 activations the largest of all devices is one number more per row.
+A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations. The
+embedding needs a third sum. Logits stay sharded by vocabulary, and the compiler completes the code that
+samples from them, with a few numbers per row.
+
+int8 scales activations by the largest of a device's inputs, so its last bits depend on the number of devices.
+With int8 activations the largest of all devices is one number more per row.
 """
 
 import dataclasses
@@ -31,16 +33,16 @@ from ..weights.params import AnyArray, Params, param_specs
 
 
 def _model_mesh(tree: Any, config: ModelConfig) -> Any:
-    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
-    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
+    """Returns the mesh over which the model is sharded. None: there is none, or its devices do not divide the
+    sizes: then the caller has sharded the arrays in another way, and XLA propagates that sharding.
     """
     mesh = abstract_mesh_of(tree)
     return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
 
 
 def mesh_layer_form(call: Call) -> Callable | None:
-    """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
-    unless they share pages.
+    """Returns a form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided. So are
+    the rows, unless they share pages.
     """
     layer, x_BTD, positions, inputs, caches = (
         call.operands[name] for name in ("layer", "x_BTD", "positions", "inputs", "caches")
@@ -79,8 +81,8 @@ def mesh_layer_form(call: Call) -> Callable | None:
 
 
 def mesh_embedding_form(call: Call) -> Callable | None:
-    """A form of `embed_tokens`: each device has some of the matrix's rows, and the results are summed; or
-    each has all rows.
+    """Returns a form of `embed_tokens`. Each device has some of the matrix's rows, and the results are
+    summed, or each device has all rows.
     """
     leaf = call.operands["leaf"]
     mesh = _model_mesh(leaf, call.static["config"])
@@ -99,7 +101,7 @@ def mesh_embedding_form(call: Call) -> Callable | None:
 
 
 def mesh_unembed_form(call: Call) -> Callable | None:
-    """A form of `unembed`, whose logits are divided by vocabulary."""
+    """Returns a form of `unembed`, whose logits are divided by vocabulary."""
     leaf = call.operands["leaf"]
     config = call.static["config"]
     mesh = _model_mesh(leaf, config)
@@ -118,7 +120,7 @@ def mesh_unembed_form(call: Call) -> Callable | None:
 def _vocabulary_specs(
     leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
 ) -> tuple[Any, bool]:
-    """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
+    """Returns the PartitionSpecs of a vocabulary matrix, and True if its rows are sharded."""
     specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 
@@ -126,7 +128,9 @@ def _vocabulary_specs(
 def summed_linear(
     x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, run_config: RunConfig
 ) -> jax.Array:
-    """`weights.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
+    """Runs `weights.layers.linear` if the axis `over` divides the inputs: the devices' products are
+    summed.
+    """
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
         x, weight = weight.local_shard(x, over)
@@ -138,24 +142,28 @@ def summed_linear(
 
 
 def means_of_squares(xs: list[jax.Array], over: str) -> list[jax.Array]:
-    """float32 [..., 1] of each vector, whose features the axis `over` divides; one reduction for all."""
+    """Returns, float32 [..., 1], the mean of squares of each vector, whose features the axis `over` divides.
+    One reduction serves all.
+    """
     own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
     return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
 
 
 def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) -> jax.Array:
-    """mix(expert_MU), the weighted outputs of experts, where the axis `over` divides these."""
+    """Returns mix(expert_MU), the weighted outputs of experts, which the axis `over` divides."""
     first = lax.axis_index(over) * num_local_experts(layer["experts"])
     return lax.psum(mix(expert_MU - first), over)
 
 
 def mesh_sampling_form(call: Call) -> Callable | None:
-    """A form of `sample_rows` where logits are divided: from the whole vocabulary."""
+    """Returns a form of `sample_rows` for divided logits: it samples from the whole vocabulary."""
     return None if abstract_mesh_of(call.operands["processed_BV"]) is None else sample_from_all
 
 
 def mesh_top_k_form(call: Call) -> Callable | None:
-    """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
+    """Returns a form of `top_k` for rows whose numbers are divided: each device finds candidates in its
+    part.
+    """
     mesh = abstract_mesh_of(call.operands["x"])
     if mesh is None:
         return None

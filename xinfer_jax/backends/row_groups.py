@@ -12,14 +12,15 @@ from ..ops.operation import match_varying_axes
 
 
 def in_row_groups(function: Callable, size: int, *rows: Any) -> Any:
-    """`function` of `size` rows after the others, so that its temporaries are those of few rows; of all rows
-    where there are no more, or a mesh may divide them. Groups are of equal size: the last one may repeat rows
-    of the one before.
+    """Runs `function` on groups of `size` rows, one group after the other, so that its temporaries stay
+    small. It runs on all rows at once if there are no more, or if a mesh may divide them. Groups are of equal
+    size: the last one may repeat rows of the one before.
 
     Args:
-        function: of pytrees of arrays with rows in front, to such a pytree; it may make several rows of each.
-        size: rows of a group.
-        rows: its operands.
+        function: a function from pytrees of arrays with rows in front to such a pytree. It may make several
+            rows of each.
+        size: the number of rows of a group.
+        rows: the operands.
     """
     B = len(rows[0])
     mesh = jax.typeof(rows[0]).sharding.mesh

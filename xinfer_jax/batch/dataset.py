@@ -94,7 +94,7 @@ class DatasetGenerator:
 
 
 def _default_ids(prompts: Sequence[str]) -> Iterator[str]:
-    """Ids of rows without a custom_id: the prompt; from its second occurrence on with a number."""
+    """Returns ids of rows without a custom_id: the prompt and, from its second occurrence on, a number."""
     seen = Counter[str]()
     for prompt in prompts:
         seen[prompt] += 1

@@ -1,4 +1,4 @@
-"""Parses the lines of an input file: what each requests, or why it cannot be served."""
+"""Parses the lines of an input file: the request of each line, or the reason why it cannot be served."""
 
 import gzip
 import json
@@ -34,24 +34,26 @@ class Line(NamedTuple):
 
 
 def sha256_int(data: bytes, size: int = 8) -> int:
-    """The first `size` bytes of the sha256, as an integer."""
+    """Returns the first `size` bytes of the sha256, as an integer."""
     return int.from_bytes(sha256(data).digest()[:size], "little")
 
 
 def identity_digest(identity: int | str) -> bytes:
-    """The first 16 bytes of the sha256 of a custom_id or a number."""
+    """Returns the first 16 bytes of the sha256 of a custom_id or a number."""
     return sha256(str(identity).encode()).digest()[:DIGEST_BYTES]
 
 
 def json_default(value: Any) -> Any:
-    """For `json.dumps(default=)`: arrays as lists, their scalars as numbers, other objects as their repr."""
+    """Converts a value for `json.dumps(default=)`: arrays to lists, their scalars to numbers, other objects
+    to their repr.
+    """
     return value.tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else repr(value)
 
 
 @contextmanager
 def open_input(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading. `-` is standard input; a name that ends in .gz is decompressed. Raises
-    InputError where it does not exist, or cannot be read to its end.
+    """Opens a file for reading. `-` is standard input. A name that ends in .gz is decompressed. Raises
+    InputError if it does not exist, or cannot be read to its end.
     """
     try:
         if str(path) == "-":
@@ -134,7 +136,7 @@ class _DigestSet:
         self._new = set[bytes]()
 
     def add(self, value: bytes) -> bool:
-        """Adds a digest, and returns whether it was in the set before."""
+        """Adds a digest. Returns True if it was in the set before."""
         key = np.array(value, self._sorted.dtype)
         at = np.searchsorted(self._sorted, key)
         found = value in self._new or bool(at < len(self._sorted) and self._sorted[at] == key)

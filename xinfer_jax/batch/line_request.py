@@ -32,7 +32,7 @@ _MODEL_NOT_FOUND = "model_not_found"  # an error code of the OpenAI API
 
 
 def line_key(seed: int, identity: int | str) -> jax.Array:
-    """The random key of a line that has no seed of its own."""
+    """Returns the random key of a line that has no seed."""
     key = key_from_seed(seed)
     for number in np.frombuffer(identity_digest(identity), "<u4"):
         key = jax.random.fold_in(key, number)
@@ -40,7 +40,7 @@ def line_key(seed: int, identity: int | str) -> jax.Array:
 
 
 def default_model_names(model: Model) -> tuple[str, ...]:
-    """What `model_names` of `generate_file` are without any."""
+    """Returns the `model_names` that `generate_file` uses if the caller gives none."""
     return tuple(dict.fromkeys(filter(None, (Path(model.name).name, model.name, model.config.model_type))))
 
 
@@ -102,11 +102,11 @@ class LineRequest:
 
     @property
     def started(self) -> bool:
-        """Whether the engine has prefilled any of it."""
+        """Returns True if the engine has prefilled any part of the line."""
         return any("prefill" in request.times for request in self.requests)
 
     def output_line(self) -> bytes:
-        """The line of output: the same bytes in any run. Call it once the requests have ended."""
+        """Returns the line of output: the same bytes in any run. Call it once the requests have ended."""
         found: dict[str, Any] = {}
         try:
             if not self.error:
@@ -157,7 +157,7 @@ class LineRequest:
         return {name: value for name, value in self.line.body.items() if name != "adapter"}
 
     def _adapter_or_model(self) -> str | None:
-        """The adapter that the line names as `adapter` or `model`."""
+        """Returns the adapter that the line names as `adapter` or `model`."""
         adapter: str | None = self.line.body.get("adapter")
         name = self.line.body.get("model")
         if adapter is None and name in self._engine.adapters:

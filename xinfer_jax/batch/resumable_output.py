@@ -39,9 +39,9 @@ class ResumableOutput:
     """
 
     def __init__(self, output: str | Path, settings: dict[str, Any]):
-        """Opens and locks both files. settings: all that answers depend on, as JSON values; an earlier run
-        must have had the same. Raises InputError where another process writes to the files, or another run
-        made them.
+        """Opens and locks both files. Raises InputError if another process writes to the files, or another
+        run made them. settings: all settings on which answers depend, as JSON values. An earlier run must
+        have had the same settings.
         """
         self._path = Path(output)
         self._progress = progress_file(output)
@@ -71,8 +71,8 @@ class ResumableOutput:
             self._open_files = stack.pop_all()
 
     def add(self, number: int, digest: bytes, line: bytes, failed: bool = False) -> None:
-        """Appends a line; failed: it is an error. Raises InputError where it cannot be written; the file then
-        stays as it was.
+        """Appends a line. failed: True: the line is an error. Raises InputError if the line cannot be
+        written. The file then stays as it was.
         """
         _write(self._file, line, self._path)
         self._end += len(line)
@@ -94,11 +94,11 @@ class ResumableOutput:
 
 def merge_shards(input: str | Path, output: str | Path, n: int) -> tuple[int, int]:
     """Joins the outputs of n complete shards in the order of the input. The output gets its name once all of
-    it is on disk. Returns the number of lines, and how many of them are errors.
+    it is on disk. Returns the number of lines, and the number of errors among them.
 
     Raises:
-        InputError: a line is not finished, has changed or is gone from the input; the shards are of different
-            runs or are being written; the output exists.
+        InputError: a line is not finished, has changed or is gone from the input. Or the shards are of
+            different runs or are being written. Or the output exists.
     """
     output = Path(output)
     check_output(output)
@@ -154,7 +154,7 @@ def check_output(output: str | Path) -> None:
 
 
 def matches_record(record: Any, number: int, digest: bytes) -> bool:
-    """Whether a record is of the line with this number and digest."""
+    """Returns True if a record belongs to the line with this number and digest."""
     return bool(record["number"] == number) and bytes(record["digest"]) == digest
 
 
@@ -181,7 +181,7 @@ def _check_absent(output: Path) -> None:
 
 
 def _new_file(output: Path, stack: ExitStack) -> tuple[int, Path]:
-    """Makes a temporary file beside the output, which the stack deletes; the file and its path."""
+    """Makes a temporary file next to the output, which the stack deletes. Returns the file and its path."""
     part = output.with_name(f"{output.name}.{secrets.token_hex(8)}.part")
     try:
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -217,7 +217,9 @@ def _open_locked(path: Path, stack: ExitStack) -> int:
 
 
 def _parse_progress(content: bytes, path: Path, size: int) -> tuple[dict[str, Any], np.ndarray, int]:
-    """The settings, the records of lines within the first `size` bytes, and the offset of the records."""
+    """Returns the settings, the records of lines within the first `size` bytes, and the offset of the
+    records.
+    """
     head, _, rest = content.partition(b"\n")
     try:
         settings = dict(json.loads(head))
@@ -236,7 +238,7 @@ def _parse_progress(content: bytes, path: Path, size: int) -> tuple[dict[str, An
 
 
 def _check_same(earlier: dict[str, Any], settings: dict[str, Any], output: Path) -> None:
-    """Raises InputError if a setting differs from the earlier run's; warns if only the machine differs."""
+    """Raises InputError if a setting differs from the earlier run's. Warns if only the machine differs."""
     for name in {**settings, **earlier}:
         was = earlier.get(name)
         now = settings.get(name)

@@ -188,8 +188,8 @@ def generate_file(  # noqa: PLR0913  a public function
 
 
 def follow_file(model: Model, **engine: Unpack[EngineSettings]) -> None:
-    """What every process other than process 0 calls while process 0 runs `generate_file`, with the same
-    model and engine.
+    """Takes part in `generate_file`. Every process except process 0 calls it, with the same model and engine,
+    while process 0 runs `generate_file`.
     """
     fingerprint(model.params, model.config)  # a collective computation: all processes must take part
     LocalEngine(model, **engine).follow()
@@ -233,7 +233,7 @@ class _BatchRun:
         self.bar = tqdm(unit=" lines", disable=not terminal, initial=self._finished_before, total=total)
 
     def answer(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
-        """Answers the lines. After `stop` is set, only those that end within `grace` seconds."""
+        """Answers the lines. After `stop` is set, only lines that end within `grace` seconds are answered."""
         pending = dict[int, LineRequest]()
         deadline = math.inf
         max_pending = max(64, 4 * self._engine.rows)
@@ -264,7 +264,9 @@ class _BatchRun:
             over.set()
 
     def _drop_waiting(self, pending: dict[int, LineRequest]) -> None:
-        """Cancels lines that have not started; with `in_order` also every line after the first of them."""
+        """Cancels lines that have not started. With `in_order` it also cancels every line after the first of
+        them.
+        """
         waiting = [number for number, request in pending.items() if not (request.started or request.ended)]
         if self._in_order and waiting:
             waiting = [number for number in pending if number >= waiting[0]]

@@ -27,9 +27,9 @@ def run_settings(
     shard: tuple[int, int] | None,
     in_order: bool,
 ) -> dict[str, Any]:
-    """The settings by dotted name, such as options.sampling.top_k. The number of pages is not among
-    them: it changes no answer, only how many tokens fit in a row (`room`). Nor are devices, except the sizes
-    of meshes.
+    """Returns the settings by dotted name, such as options.sampling.top_k. The number of pages is not among
+    them: it changes no answer, only the number of tokens that fit in a row (`room`). Nor are devices, except
+    the sizes of meshes.
     """
     recorded = [field.name for field in dataclasses.fields(options) if field.metadata["recorded"]]
     engine = {name: getattr(options, name) for name in recorded}
@@ -50,7 +50,9 @@ def run_settings(
 
 
 def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
-    """The devices that the model is divided over; several numbers if engines differ in it."""
+    """Returns the number of devices that the model is divided over, or several numbers if engines differ in
+    it.
+    """
     mesh = concrete_mesh_of(model.params)
     own = mesh.shape[MODEL] if mesh else 1
     sides: Any = (side or [0] for side in (options.prefill_devices, options.decode_devices))
@@ -59,14 +61,16 @@ def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
 
 
 def _machine() -> dict[str, Any]:
-    """What else the last bits depend on. A run may continue where it differs."""
+    """Returns the other things on which the last bits of results depend. A run may continue on a machine that
+    differs in them.
+    """
     device = jax.devices()[0]
     features = " ".join(cpu_features.numerics_features()) if device.platform == "cpu" else None
     return dict(xinfer_jax=__version__, jax=jax.__version__, device=device.device_kind, cpu=features)
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each leaf of nested objects."""
+    """Yields (dotted name, value) of each leaf of nested objects."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}".lstrip("."), inner)

@@ -24,8 +24,8 @@ class Block(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Contiguous(LayerCache):
-    """Position p is in slot p. S is the capacity rounded up; further slots stay empty. Values may have
-    another width than keys.
+    """A cache in which position p is in slot p. S is the capacity rounded up. Further slots stay empty.
+    Values may have another width than keys.
     """
 
     # Keys and values [B, K, S, H]; or k has both, and v is None (see stored_kv.py).
@@ -44,22 +44,22 @@ class Contiguous(LayerCache):
 
     @property
     def dtype_name(self) -> str:
-        """Of keys and values, as `init_cache` takes it."""
+        """The dtype of keys and values, by the name that `init_cache` takes."""
         return dtype_name(self.k)
 
     @property
     def value_width(self) -> int:
-        """The width of values; the keys have `k.shape[3]`."""
+        """The width of values. The width of keys is `k.shape[3]`."""
         return getattr(self.k, "value_width", None) or (self.k if self.v is None else self.v).shape[3]
 
     @property
     def fits(self) -> tuple[int, ...]:
-        """Key heads and their width; the width of values if that is another."""
+        """The number of key heads and their width, and the width of values if it is another."""
         _, heads, _, width = self.k.shape
         return (heads, width) if self.value_width == width else (heads, width, self.value_width)
 
     def append(self, k_BTKH, v_BTKH, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
-        """Writes the first num_tokens_B[b] of T keys and values from position start_B[b] on; drops those
+        """Writes the first num_tokens_B[b] of T keys and values from position start_B[b] on. Drops tokens
         beyond the capacity.
         """
         if self.slots > self.capacity:
@@ -82,7 +82,9 @@ class Contiguous(LayerCache):
         return self._scatter(old_BKSH, jnp.arange(slot_B.shape[0]), slot_B, new_BKTH[:, :, 0])
 
     def _scatter(self, old_BKSH, row, slot, new_KH):
-        """Writes vectors [..., K, H] to these rows and slots, both [...]; none to a slot past the end."""
+        """Writes vectors [..., K, H] to these rows and slots, both [...]. Vectors of a slot past the end are
+        dropped.
+        """
         if self.v is not None:
             return old_BKSH.at[row, :, slot].set(new_KH, mode="drop")
         # All heads of a slot at once make XLA keep them together on TPUs: it would copy the cache into that
@@ -91,12 +93,14 @@ class Contiguous(LayerCache):
         return old_BKSH.at[row[..., None], head_K, slot[..., None]].set(new_KH, mode="drop")
 
     def stored_length(self, length_B: jax.Array) -> jax.Array:
-        """int32 [B]: the lengths without tokens that had no slot; in a ring later ones overwrite instead."""
+        """Returns, int32 [B], the lengths without tokens that had no slot. In a ring later tokens overwrite
+        earlier ones instead.
+        """
         return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
-        """The number of keys in a block, at most max_width, and the number of blocks. Slots whose number is
-        symbolic are one block.
+        """Returns the number of keys in a block, at most max_width, and the number of blocks. Slots whose
+        number is symbolic are one block.
         """
         if not isinstance(self.slots, int):
             return self.slots, 1
@@ -104,7 +108,9 @@ class Contiguous(LayerCache):
         return width, -(-self.slots // width)
 
     def get_block(self, i: Any, width: int, length_B: jax.Array, row: Any = None) -> Block:
-        """Block i of rows of these lengths, dequantized. row: of that row alone; None: of all."""
+        """Returns block i of rows of these lengths, dequantized. row: the row to return alone. None: all
+        rows.
+        """
         # The last block overlaps the one before it where the width does not divide S.
         first = i * width
         last_B1 = length_B[:, None] - 1
@@ -122,21 +128,23 @@ class Contiguous(LayerCache):
         return Block(k, v, position_BS, valid_BS)
 
     def kernel_options(self) -> dict[str, Any]:
-        """The arguments of attention kernels that say where a row's keys are."""
+        """Returns the arguments of attention kernels that give the places of a row's keys."""
         return {}
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
-        """Keys or values in `width` slots from slot `at` on, as they are stored."""
+        """Returns keys or values in `width` slots from slot `at` on, as they are stored."""
         return slice_slots(x, at, width, row)
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
-        """[B or 1, S]: positions in these slots, in rows whose last position is last_B1; below 0: none."""
+        """Returns, [B or 1, S], the positions in these slots, in rows whose last position is last_B1. Below
+        0: the slot has none.
+        """
         return slot_S[None]
 
     def visible_blocks(
         self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
     ) -> tuple[Any, Any]:
-        """The range (first, end) of blocks that `count` queries from position start_B on can see."""
+        """Returns the range (first, end) of blocks that `count` queries from position start_B on can see."""
         high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + count) // width)
         low = 0 if self.window is None else jnp.maximum(jnp.min(start_B) - self.window + 1, 0) // width
         return low, high
@@ -167,7 +175,7 @@ class Contiguous(LayerCache):
 
 
 def uncached_kv(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:
-    """Keys and values in order of position as a layer cache, for attention without a cache."""
+    """Returns keys and values in order of position as a layer cache, for attention without a cache."""
     return Contiguous(k_BKSH, v_BKSH, window, k_BKSH.shape[2])
 
 

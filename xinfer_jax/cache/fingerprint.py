@@ -25,18 +25,20 @@ _KNOWN: collections.deque = collections.deque(maxlen=8)
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
-    """Hash of a model: equal for equal parameters on any device and jax version, different once one changes.
+    """Returns a hash of a model: equal for equal parameters on any device and jax version, and different once
+    one changes.
 
     It leaves out longrope's factors, between which each call chooses (`Prefix.factors`). It reads the arrays,
-    so it cannot be traced. It takes milliseconds for new parameters, less for those of the last calls.
+    so it cannot be traced. It takes milliseconds for new parameters, and less for the parameters of the last
+    calls.
     """
     return hashlib.sha256(f"{_config(config)}{_digest(params)}".encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=64)
 def _config(config: ModelConfig) -> str:
-    """The compared fields as JSON, without those at their default: so a field that a later version adds does
-    not change the hash of models that do not use it.
+    """Returns the compared fields as JSON, without fields at their default: so a field that a later version
+    adds does not change the hash of models that do not use it.
     """
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())
 
@@ -73,14 +75,14 @@ def _digest(params: Params) -> str:
 
 
 def _stored_form(sample: np.ndarray) -> np.ndarray:
-    """Scales of groups as float16 where that is exact: on TPUs they are float32 (`device_form`)."""
+    """Returns scales of groups as float16 if that is exact. On TPUs they are float32 (`device_form`)."""
     with np.errstate(over="ignore"):
         half = sample.astype(np.float16)
     return half if np.array_equal(half, sample) else sample
 
 
 def _sample(leaf: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
-    """Numbers of an array that has this shape without padding."""
+    """Returns numbers of an array that has this shape without padding."""
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
         return _gather(leaf, shape)
     return _take(np.asarray(leaf), shape)  # on CPU a view, and nothing to compile

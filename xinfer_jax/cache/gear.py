@@ -1,8 +1,8 @@
-"""GEAR (Kang et al. 2024): keys and values in 4 bits; outliers apart, which narrows the range that is
-quantized; and a low-rank approximation of the quantization error.
+"""GEAR (Kang et al. 2024): keys and values in 4 bits. Outliers are stored separately, which narrows the range
+that is quantized. A low-rank approximation of the quantization error is added.
 
 Tokens arrive one by one, so here the first tokens of a row choose the directions (the basis), and each token
-stores its coordinates along them. Z: number of directions.
+stores its coordinates along them. Z is the number of directions.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class GearKV(StoredKV):
         return dataclasses.replace(self, basis=cut(self.basis))
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
-        """Quantizes to nearest between the smallest and the largest number of each head and position beside
-        the outliers. The first `_FIRST_TOKENS` of a row choose a new basis.
+        """Quantizes to nearest between the smallest and the largest number of each head and position,
+        outliers excluded. The first `_FIRST_TOKENS` of a row choose a new basis.
         """
         (x,) = (x.astype(jnp.float32) for x in x_BKTH)
         smallest = jnp.argmin(x, -1, keepdims=True)
@@ -118,11 +118,11 @@ def _is_at(at, x):
 
 
 def _directions(error_BKTH, basis_BKZH, first_B):
-    """The Z directions of the largest quantization error of the first first_B[b] tokens; the old ones where
-    first_B[b] is 0.
+    """Returns the Z directions of the largest quantization error of the first first_B[b] tokens, or the old
+    ones if first_B[b] is 0.
 
-    Fewer than Z tokens span fewer directions. The others are zeros; else rounding noise would choose them,
-    differently in each batch.
+    If there are fewer than Z tokens, they span fewer directions. The other directions are zeros: otherwise
+    rounding noise would choose them, differently in each batch.
     """
     counts_BT = jnp.arange(error_BKTH.shape[2]) < first_B[:, None]
     counted = jnp.where(counts_BT[:, None, :, None], error_BKTH, 0)

@@ -196,22 +196,26 @@ def init_cache(
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[LayerCache, ...]:
-    """The empty cache of each mixer that has its own; dtype: of keys and values, as in `cache_dtype_of`."""
+    """Returns the empty cache of each mixer that has its own. dtype: the dtype of keys and values, as in
+    `cache_dtype_of`.
+    """
     return tuple(mixer.empty_cache(batch, capacity, dtype, mesh) for mixer in config.cached_mixers)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Bytes of the layers that `init_cache` makes; dtype: of keys and values, as in `cache_dtype_of`."""
+    """Returns the bytes of the layers that `init_cache` makes. dtype: the dtype of keys and values, as in
+    `cache_dtype_of`.
+    """
     return batch * sum(mixer.row_bytes(capacity, dtype) for mixer in config.cached_mixers)
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of one row in the layers that have a state of fixed size, without draft slots."""
+    """Returns the bytes of one row in the layers that have a state of fixed size, without draft slots."""
     return sum(mixer.row_bytes(0, None) for mixer in config.cached_mixers if not mixer.has_keys)
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
-    """Raises InputError where one call cannot append this number of tokens to a row."""
+    """Raises InputError if one call cannot append this number of tokens to a row."""
     if tokens > cache.capacity:
         raise ContextLengthError(
             f"{tokens} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"
@@ -226,8 +230,8 @@ def check_append(cache: KVCache, tokens: int) -> None:
 def update_layers(
     cache: KVCache, layers: tuple[LayerCache, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
 ) -> KVCache:
-    """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
-    tokens' routes if it records them.
+    """Returns the cache with these layers, to which num_tokens_B tokens per row have been appended, and with
+    the tokens' routes if it records them.
     """
     recorded = cache.routed_experts and cache.routed_experts.record(routes_BTLU, cache.length_B, num_tokens_B)
     cache = increase_length(cache, num_tokens_B, cache.capacity)
@@ -235,7 +239,7 @@ def update_layers(
 
 
 def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
-    """The cache with num_tokens_B added to the lengths of its rows; its layers stay as they are."""
+    """Returns the cache with num_tokens_B added to the lengths of its rows. Its layers stay as they are."""
     length_B = cache.length_B + num_tokens_B
     overflow_B = cache.overflow_B | (length_B > capacity)
     length_B = jnp.minimum(length_B, capacity)
@@ -244,17 +248,17 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 
 
 def without_layers(cache: KVCache) -> KVCache:
-    """The cache without its layers and routes: only the lengths of its rows."""
+    """Returns the cache without its layers and routes: only the lengths of its rows."""
     return dataclasses.replace(cache, layers=(), routed_experts=None)
 
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
-    """`KVCache.fits` of the caches that the model can use."""
+    """Returns `KVCache.fits` of the caches that the model can use."""
     return tuple(mixer.fits for mixer in config.cached_mixers)
 
 
 def describe_fits(fits: tuple[tuple, ...]) -> str:
-    """The layers of `KVCache.fits` in words, for errors."""
+    """Returns the layers of `KVCache.fits` in words, for errors."""
     parts = [f"{len(fits)} layers"]
     for layer in dict.fromkeys(fits):
         of_state = isinstance(layer[0], tuple)
@@ -263,14 +267,14 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
-    """Row b of the result is row index_B[b]: for beams, and for answers that share a prompt."""
+    """Returns the cache whose row b is row index_B[b], for beams, and for answers that share a prompt."""
     rows = jax.tree.map(lambda x_B: x_B[index_B], without_layers(cache))
     return dataclasses.replace(rows, layers=tuple(layer.reorder(index_B) for layer in cache.layers))
 
 
 def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:
-    """`reorder` where row b is as long as row index_B[b], and differs from it only at positions
-    first … first + count - 1.
+    """Returns the same as `reorder`, if row b is as long as row index_B[b] and differs from it only at
+    positions first … first + count - 1.
     """
     reached_B = None if cache.reached_B is None else cache.reached_B[index_B]
     layers = tuple(layer.reorder_tail(index_B, first, count) for layer in cache.layers)

@@ -10,11 +10,11 @@ from .stored_kv import empty_pair
 
 
 class LayerCache(ShortRepr):
-    """What every layer cache can do. A kind is a pytree, a frozen dataclass whose arrays begin with the rows,
-    or with pages.
+    """The interface of every layer cache. A kind of cache is a pytree: a frozen dataclass whose arrays begin
+    with an axis of rows, or of pages.
 
     Caches with keys and values are `Contiguous` (`append`, `get_block`) or a subclass. A mixer makes its own
-    (`Mixer.empty_cache`).
+    cache (`Mixer.empty_cache`).
     """
 
     has_keys: ClassVar[bool] = True  # keys and values of each token; False: a state of fixed size
@@ -32,40 +32,48 @@ class LayerCache(ShortRepr):
 
     @property
     def limits(self) -> tuple:
-        """What decides on `can_truncate`, beside the lengths; (): rows can have any shorter length."""
+        """The values that, together with the lengths, decide on `can_truncate`. If it is (), rows can have
+        any shorter length.
+        """
         return ()
 
     def describe_limits(self) -> str:
-        """Why a row cannot go back to a length, for errors."""
+        """Returns the reason why a row cannot go back to a length, for errors."""
         raise NotImplementedError
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """bool [B]: whether rows truncated to length_B still have all that their next tokens need.
+        """Returns bool [B]: True if a row truncated to length_B still has all that its next tokens need.
 
         reached_B: the longest that each row has been.
         """
         return True
 
     def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
-        """A layer whose rows of these lengths can go back by the tokens of one call of at most `count`."""
+        """Returns a layer whose rows of these lengths can go back by the tokens of one call of at most
+        `count`.
+        """
         return self
 
     def reorder(self, index_B: jax.Array) -> Self:
-        """Row b of the result is row index_B[b]."""
+        """Returns the cache whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
+        """Returns the same as `reorder`, if row b differs from row index_B[b] only at positions first … first
+        + count - 1.
+        """
         return self.reorder(index_B)
 
     def used_arrays(self, tokens: int) -> tuple[Any, Any]:
-        """Two trees of arrays for a file, in one form on every device: what rows of at most `tokens` tokens
-        have used.
+        """Returns two trees of arrays for a file, in one form on every device: the slots that rows of at most
+        `tokens` tokens have used.
         """
         raise NotImplementedError
 
     def fill(self, first: Any, second: Any) -> Self:
-        """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
+        """Returns a layer of this shape that begins with these NumPy arrays of `used_arrays`. The rest is
+        zeros.
+        """
         raise NotImplementedError
 
 
@@ -73,12 +81,16 @@ class LayerCache(ShortRepr):
 def sharded_pair(
     shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any, has_rows: bool = True
 ) -> tuple[Any, Any]:
-    """`empty_pair`, divided by heads and, if the first axis is of rows, by rows; mesh None: on one device."""
+    """Returns `empty_pair`, divided by heads and, if the first axis is rows, by rows. mesh: None: on one
+    device.
+    """
     return shard_heads(empty_pair(shape, dtype, side_by_side), mesh, has_rows)
 
 
 def shard_heads(tree: Any, mesh: Any, has_rows: bool = True) -> Any:
-    """The arrays divided by heads and rows over the mesh, in a traced function; None: unchanged."""
+    """Returns the arrays divided by heads and rows over the mesh, in a traced function. mesh: None: the
+    arrays are unchanged.
+    """
     if mesh is None:
         return tree
     from ..sharding import constrain_heads  # optional: meshes

@@ -51,7 +51,7 @@ class Paged(Contiguous):
         return self._scatter(old_PKSH, page_BT, position_BT % PAGE_SIZE, new_BTKH)
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
-        """The size of a block of keys and how many a row has; blocks are whole pages."""
+        """Returns the size of a block of keys and the number of blocks of a row. Blocks are whole pages."""
         return super().block_layout(min(max_width, _MAX_BLOCK))
 
     def kernel_options(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class Paged(Contiguous):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class RoutePages(Paged):
-    """The experts that tokens used, next to their keys, so that who shares a page has its routes. k: int16
-    [P, 1, 64, L U]; v: None.
+    """The experts that tokens used, stored next to their keys, so that rows that share a page also share its
+    routes. k: int16 [P, 1, 64, L U]. v: None.
     """
 
     def record(self, routes_BTLU: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
@@ -83,7 +83,7 @@ class RoutePages(Paged):
 
 
 def check_page_dtype(dtype: Any) -> None:
-    """Raises InputError where pages cannot hold keys and values of that dtype."""
+    """Raises InputError if pages cannot hold keys and values of that dtype."""
     found = quantized_dtype(dtype)
     if found is not None and found.page_obstacle:
         raise InputError(f"cache_dtype={dtype!r} {found.page_obstacle}")
@@ -92,8 +92,12 @@ def check_page_dtype(dtype: Any) -> None:
 def empty_pools(
     config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None, num_routes: int = 0
 ) -> tuple[tuple[Any, Any], ...]:
-    """The pair (k, v) of each mixer with keys as it is stored, zeros; dtype: as in `cache_dtype_of`;
-    mesh: as in `init_cache`; num_routes: experts of a token in all layers, if `RoutePages` keep them.
+    """Returns the pair (k, v) of each mixer with keys as it is stored, with zeros.
+
+    Args:
+        dtype: the dtype, as in `cache_dtype_of`.
+        mesh: the mesh, as in `init_cache`.
+        num_routes: experts of a token in all layers, if `RoutePages` keep them.
     """
     pools = tuple(mixer.empty_pool(pages, dtype, mesh) for mixer in config.cached_mixers if mixer.has_keys)
     return (*pools, (_empty_routes(pages, num_routes, mesh), None)) if num_routes else pools

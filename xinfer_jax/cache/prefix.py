@@ -113,8 +113,9 @@ class Prefix:
 def make_prefix(
     params: Params, config: ModelConfig, prompts: _Rows, sampled: _Rows, cache: KVCache
 ) -> Prefix:
-    """The prefix after a call: all tokens of each row but the last one, which was sampled and is not in the
-    cache. config: with longrope's factors fixed; cache: of as many rows as prompts, or more.
+    """Returns the prefix after a call: all tokens of each row except the last one, which was sampled and is
+    not in the cache. config: the config with longrope's factors fixed. cache: a cache with as many rows as
+    prompts, or more.
     """
     tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, sampled, strict=True)]
     cache = dataclasses.replace(cache, length_B=jnp.asarray(_pad_rows(cache, map(len, tokens))))
@@ -122,7 +123,7 @@ def make_prefix(
 
 
 def _pad_rows(cache: KVCache, counts: Iterable[int]) -> np.ndarray:
-    """int32 [B]: these counts for the first rows of a cache, 0 for the others."""
+    """Returns int32 [B]: these counts for the first rows of a cache, 0 for the others."""
     counts_B = np.zeros(len(cache.length_B), np.int32)
     first = list(counts)
     counts_B[: len(first)] = first

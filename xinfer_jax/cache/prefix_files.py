@@ -1,4 +1,4 @@
-"""Prefixes in safetensors files: the used keys and values; the metadata has their tokens and model."""
+"""Prefixes in safetensors files: the used keys and values. The metadata has their tokens and model."""
 
 import dataclasses
 import json
@@ -118,7 +118,7 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
 
 
 def _metadata(path: Any, metadata: dict[str, str], params: Params, config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a file, validated."""
+    """Returns the metadata of a file, validated."""
     if "xinfer_jax" not in metadata:
         raise InputError(f"{path} is not a saved prefix: write one with save_prefix")
     try:
@@ -160,7 +160,7 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
 
 
 def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) -> Any:
-    """The saved arrays of a cache like this one: what `_used_arrays` returned of it."""
+    """Returns the saved arrays of a cache like this one, as `_used_arrays` returned them."""
     used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
     wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
     names = [f"{i}" for i in range(len(wanted))]
@@ -183,28 +183,30 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
 
 
 def _file_dtype(dtype: Any) -> np.dtype:
-    """How a file has it: float types of one and two bytes as the bits that they are."""
+    """Returns the dtype of an array in a file. Float types of one and two bytes are stored as unsigned
+    integers with the same bits.
+    """
     bits: Any = {1: np.uint8, 2: np.uint16}
     return np.dtype(bits.get(dtype.itemsize, dtype))
 
 
 def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | None) -> list[Any]:
-    """The used keys of all layers, then the used values of all layers."""
+    """Returns the used keys of all layers, then the used values of all layers."""
     return [*zip(*(layer.used_arrays(_num_used(tokens, reached)) for layer in cache.layers), strict=True)]
 
 
 def _num_used(tokens: list[list[int]], reached: list[int] | None) -> int:
-    """The most tokens that a row has; with a ring, that a row has ever had."""
+    """Returns the most tokens that a row has or, with a ring, the most that a row has ever had."""
     return max(reached or map(len, tokens))
 
 
 def _factors(config: ModelConfig) -> tuple[tuple[float, ...], ...]:
-    """The longrope factors that a prefix of this model can have; () for other models."""
+    """Returns the longrope factors that a prefix of this model can have, or () for other models."""
     return config.rope.short_factor, config.rope.long_factor
 
 
 def _are_integers(values: Any, least: int, most: int | None) -> bool:
-    """Whether it is a list of integers within these limits."""
+    """Returns True if the value is a list of integers within these limits."""
     return isinstance(values, list) and all(
         type(x) is int and least <= x and (most is None or x <= most) for x in values
     )

@@ -1,4 +1,4 @@
-"""The cache of a layer with a sliding window: a ring buffer, where that is shorter than the capacity."""
+"""The cache of a layer with a sliding window: a ring buffer, if that is shorter than the capacity."""
 
 import dataclasses
 from typing import Any, Self
@@ -51,22 +51,22 @@ class Ring(Contiguous):
     def visible_blocks(
         self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
     ) -> tuple[Any, Any]:
-        """The range (first, end) of blocks that queries can see: all blocks once the ring is full."""
+        """Returns the range (first, end) of blocks that queries can see: all blocks once the ring is full."""
         high = super().visible_blocks(width, start_B, count, length_B)[1]
         return 0, jnp.minimum(high, self.block_layout(width)[1])
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """True unless later writes have overwritten keys within the window."""
+        """Returns true unless later writes have overwritten keys within the window."""
         return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """Reorders all slots: a ring is short, and those positions may wrap around its end."""
+        """Reorders all slots: a ring is short, and these positions may wrap around its end."""
         return self._map(lambda x: x[index_B])
 
 
 def num_slots(window: int | None, capacity: int, side_by_side: bool = False) -> int:
-    """S of a layer with that sliding window; fewer than the capacity means a ring. side_by_side: keys and
-    values are, as in `SideBySideKV`.
+    """Returns S of a layer with that sliding window. If it is less than the capacity, the cache is a ring.
+    side_by_side: keys and values are side by side, as in `SideBySideKV`.
     """
     (multiple, of_ring) = (_TPU_MULTIPLE, _TPU_MULTIPLE) if side_by_side else (_MULTIPLE, _RING_MULTIPLE)
     all_slots = -(-capacity // multiple) * multiple

@@ -31,8 +31,9 @@ class SideBySideKV(StoredKV):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """Whether new caches of this process are side by side: on TPUs, in a float type or "int8". No TPU
-        kernel reads the other formats. Like the choice of kernels, this does not depend on a call's device.
+        """Returns True if new caches of this process store keys and values side by side. This holds on TPUs,
+        in a float type or "int8": no TPU kernel reads the other formats. Like the choice of kernels, the
+        result does not depend on the device of a call.
         """
         if not _is_int8(dtype) and quantized_dtype(dtype) is not None:
             return False
@@ -40,7 +41,7 @@ class SideBySideKV(StoredKV):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Self:
-        """Zeros; shape: [B, K, S, H] of the keys."""
+        """Returns zeros. shape: [B, K, S, H] of the keys."""
         (B, K, S, H) = shape
         if _is_int8(dtype):
             return cls(jnp.zeros((B, K, S, 2 * H), jnp.uint8), pack_scale(jnp.zeros((B, K, S, 4))))
@@ -48,7 +49,7 @@ class SideBySideKV(StoredKV):
 
     @staticmethod
     def pair_bytes(width: int, dtype: Any) -> int:
-        """Bytes of one key and its value."""
+        """Returns the bytes of one key and its value."""
         if _is_int8(dtype):
             return 2 * width + 4 * 4
         return 2 * width * jnp.dtype(dtype).itemsize

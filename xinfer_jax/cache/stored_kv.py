@@ -1,7 +1,8 @@
-"""How a layer stores its keys and values: cache dtypes, and what layer caches do with any of them.
+"""Storage of the keys and values of a layer: cache dtypes, and the operations of layer caches on any of them.
 
-A layer cache has a pair (k, v). Each is an array, or a `StoredKV`, whose kinds are plugged in by name; or k
-has both, and v is None. The functions here take any of these, so layer caches need not know which they have.
+A layer cache has a pair (k, v). Each is an array, or a `StoredKV`, whose kinds are plugged in by name. In
+some caches k has both, and v is None. The functions here take any of these, so layer caches need not know
+which one they have.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from ..weights.params import resolve_dtype
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StoredKV(ShortRepr):
-    """Keys or values of one layer that are not one array of floats; or both. A kind is a pytree, and has a
+    """Keys or values of one layer, or both, that are not one array of floats. A kind is a pytree, and has a
     `CacheDtype`.
     """
 
@@ -40,42 +41,44 @@ class StoredKV(ShortRepr):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of `values`."""
+        """The dtype of `values`."""
         return self.values.dtype
 
     def map_slots(self, function: Callable, *others: Self) -> Self:
-        """`map_slots` of this kind."""
+        """Runs `map_slots` of this kind."""
         parts = {name: function(*(getattr(y, name) for y in (self, *others))) for name in ("values", "scale")}
         return dataclasses.replace(self, **parts)
 
     def of_rows(self, cut: Callable) -> Self:
-        """What belongs to a row and has no slots, cut by a function of an array and its number of slots."""
+        """Applies `cut` to the arrays that belong to a row and have no slots. `cut` takes an array and its
+        number of slots.
+        """
         return self
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
-        """New keys or values, or both, in this form, with T slots. first_B: how many of the T tokens are the
-        first of their row; None: none.
+        """Returns new keys or values, or both, in this form, with T slots. first_B: the number of the T
+        tokens that are the first of their row. None: none.
         """
         raise NotImplementedError
 
     def decode(self) -> Any:
-        """float32 [B, K, S, H]; of keys and values both."""
+        """Returns the numbers, float32 [B, K, S, H]. If it stores keys and values, it returns both."""
         raise NotImplementedError
 
     def kernel_array(self) -> Any:
-        """What kernels read; None: there are none for it."""
+        """Returns the array that kernels read. None: there are no kernels for this kind."""
         return None
 
     def with_kernel_array(self, array: Any) -> Self:
-        """What has this array as its `kernel_array`."""
+        """Returns the keys or values whose `kernel_array` is this array."""
         return dataclasses.replace(self, values=array.values, scale=array.scale)
 
     def separate(self) -> tuple[Any, Any]:
-        """Keys and values apart, where it has both."""
+        """Returns keys and values separately, if it has both."""
         raise NotImplementedError
 
     def join(self, k: Any, v: Any) -> Self:
-        """What `separate` returned, in this form."""
+        """Joins the pair that `separate` returned, and returns it in this form."""
         raise NotImplementedError
 
 
@@ -95,12 +98,12 @@ class CacheDtype(NamedTuple):
 
 
 def quantized_dtype(dtype: Any) -> CacheDtype | None:
-    """The line of the table; None: a float type."""
+    """Returns the line of the table, or None for a float type."""
     return plugin("cache dtype", dtype) if isinstance(dtype, str) else None
 
 
 def cache_dtype_of(dtype: Any) -> CacheDtype:
-    """A name in the table, or a float type."""
+    """Returns a name in the table, or a float type."""
     if (found := quantized_dtype(dtype)) is not None:
         return found
     dtype = jnp.dtype(dtype)
@@ -108,24 +111,26 @@ def cache_dtype_of(dtype: Any) -> CacheDtype:
 
 
 def resolve_cache_dtype(dtype: Any) -> Any:
-    """A name in the table, or the float type; None: that of this device. Raises InputError for others."""
+    """Returns a name in the table, or the float type. None: the dtype of this device. Raises InputError for
+    other dtypes.
+    """
     return resolve_dtype(dtype) if quantized_dtype(dtype) is None else dtype
 
 
 def check_head_dim(width: int, dtype: Any) -> None:
-    """Raises InputError where that dtype, None for any float type, cannot store vectors of that width."""
+    """Raises InputError if that dtype, None for any float type, cannot store vectors of that width."""
     if (found := quantized_dtype(dtype)) is not None:
         found.check_width(width)
 
 
 def stores_side_by_side(dtype: Any) -> bool:
-    """Whether new caches of this process store keys and values side by side."""
+    """Returns True if new caches of this process store keys and values side by side."""
     kind = plugin("cache form", "side by side")
     return kind is not None and kind.serves(dtype)
 
 
 def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[Any, Any]:
-    """Keys and values that are zeros, [B, K, S, H]."""
+    """Returns keys and values that are zeros, [B, K, S, H]."""
     if side_by_side:
         return plugin("cache form", "side by side").empty(shape, dtype), None
     empty = cache_dtype_of(dtype).empty
@@ -133,30 +138,30 @@ def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[
 
 
 def pair_bytes(width: int, dtype: Any) -> int:
-    """Bytes of one key and its value in a new cache of this process. dtype: as in `empty_pair`."""
+    """Returns the bytes of one key and its value in a new cache of this process. dtype: see `empty_pair`."""
     if stores_side_by_side(dtype):
         return plugin("cache form", "side by side").pair_bytes(width, dtype)
     return 2 * cache_dtype_of(dtype).vector_bytes(width)
 
 
 def dtype_name(x: Stored) -> str:
-    """The dtype argument of `init_cache`, as a name."""
+    """Returns the dtype argument of `init_cache`, as a name."""
     return x.name if isinstance(x, StoredKV) else x.dtype.name
 
 
 def is_quantized_kv(x: Stored) -> bool:
-    """Whether its dtype is no float type."""
+    """Returns True if the keys or values have a dtype that is no float type."""
     return quantized_dtype(dtype_name(x)) is not None
 
 
 def dequantize_kv(x: Stored) -> Any:
-    """Float32 keys or values; an array as it is."""
+    """Returns float32 keys or values. An array is returned as it is."""
     return x.decode() if isinstance(x, StoredKV) else x
 
 
 def map_slots(function: Callable, x: Any, *others: Any) -> Any:
-    """Applies a function to each array of x, and of others like it, that has slots; the function has them on
-    axis 2. What has no slots is x's. None stays None.
+    """Applies a function to each array of x that has slots, and of others like it. The function gets arrays
+    with slots on axis 2. Arrays without slots stay the arrays of x. None stays None.
     """
     if x is None:
         return None
@@ -164,7 +169,7 @@ def map_slots(function: Callable, x: Any, *others: Any) -> Any:
 
 
 def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
-    """`width` slots from slot `at` on, of one row; row None: of all rows."""
+    """Returns `width` slots from slot `at` on, of one row. row: None: all rows."""
     first, rows = (0, x.shape[0]) if row is None else (row, 1)
 
     def cut(y: jax.Array, at: Any, width: int) -> jax.Array:
@@ -176,7 +181,9 @@ def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
 
 
 def encode_new(old: Stored, *x_BTKH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Any:
-    """New keys or values, or both, as `old` is stored: num_tokens_B real ones from position start_B on."""
+    """Returns new keys or values, or both, as `old` is stored: num_tokens_B real ones from position start_B
+    on.
+    """
     parts = [jnp.swapaxes(x, 1, 2) for x in x_BTKH]
     if not isinstance(old, StoredKV):
         return parts[0]

@@ -1,5 +1,5 @@
-"""`KVCache.truncate` and `KVCache.repeat_rows`: rows go back to fewer tokens, if their layers still have
-what the next tokens need; and several rows continue one.
+"""`KVCache.truncate` and `KVCache.repeat_rows`. Rows go back to fewer tokens, if their layers still have the
+keys and states that the next tokens need, and several rows continue one.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from .kv_cache import KVCache, reorder
 
 @in_default_modes
 def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
-    """`KVCache.truncate`."""
+    """Runs `KVCache.truncate`."""
     new_B = _shorter(cache, length_B)
     if cache.reached_B is None:
         return dataclasses.replace(cache, length_B=new_B)
@@ -38,13 +38,13 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
 
 @in_default_modes
 def repeat_rows(cache: KVCache, n: int) -> KVCache:
-    """`KVCache.repeat_rows`."""
+    """Runs `KVCache.repeat_rows`."""
     n = check_integer("n", n, 1)
     return reorder(cache, jnp.repeat(jnp.arange(len(cache.length_B)), n))
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
-    """int32 [B]: each row's length, at most length_B."""
+    """Returns int32 [B]: each row's length, at most length_B."""
     traced = isinstance(length_B, jax.core.Tracer)
     B = len(cache.length_B)
     wanted_B = length_B if traced else np.asarray(length_B)
@@ -59,7 +59,7 @@ def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
 
 
 def can_truncate(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows truncated to length_B still have all that their next tokens need."""
+    """Returns bool [B]: True if a row truncated to length_B still has all that its next tokens need."""
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     possible_B: Any = True

@@ -1,4 +1,4 @@
-"""Where the config of a checkpoint differs from that of a model."""
+"""The differences between the config of a checkpoint and the config of a model."""
 
 import dataclasses
 from contextlib import suppress
@@ -18,12 +18,12 @@ class ConfigDifference(NamedTuple):
 
 
 def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDifference | None:
-    """Returns the first field in which a checkpoint's config differs from a model's; None: the checkpoint
-    fits. The model may have key heads that a mesh repeated.
+    """Returns the first field in which a checkpoint's config differs from a model's, or None if the
+    checkpoint fits. The model may have key heads that a mesh repeated.
 
     Args:
-        config: of the model.
-        other: of the checkpoint.
+        config: the config of the model.
+        other: the config of the checkpoint.
     """
     with suppress(InputError):  # these numbers of heads do not divide each other
         if config == with_repeated_kv_heads(other, config.num_key_value_heads):
@@ -32,7 +32,7 @@ def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDif
 
 
 def _first_difference(name: str, a: Any, b: Any) -> ConfigDifference:
-    """Where two unequal values first differ. name: of the field that has them."""
+    """Returns the first difference of two unequal values. name: the field that has the values."""
     pairs = []
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         names = [field.name for field in dataclasses.fields(a) if field.compare]

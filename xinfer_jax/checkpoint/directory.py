@@ -23,7 +23,7 @@ from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_m
 
 
 class OpenedFiles(NamedTuple):
-    """What the files of a checkpoint say; weights are not read."""
+    """The content of the files of a checkpoint. The weights are not read yet."""
 
     config: ModelConfig
     tensors: dict[str, Any]  # by Hugging Face name
@@ -38,8 +38,8 @@ class OpenedFiles(NamedTuple):
 
 
 def open_directory(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the small files of a directory and the headers of its weights. Arguments and errors as of
-    `load_model`.
+    """Reads the small files of a directory and the headers of its weights. It takes the arguments of
+    `load_model`, and raises its errors.
     """
     settings = read_json(path / "config.json")
     if settings is None:

@@ -1,4 +1,5 @@
-"""How a sentence-transformers checkpoint makes a vector of a text: modules.json and what it names.
+"""The settings by which a sentence-transformers checkpoint makes a vector of a text. They are in modules.json
+and in the files that it names.
 
 Source: sentence-transformers 6.2, base/modules/transformer.py and sentence_transformer/model.py.
 """
@@ -41,7 +42,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingModules:
-    """What comes before the model and after it."""
+    """The steps before the model and after it."""
 
     pooling: str  # "mean", "last" or "first": the tokens of a text that are taken
     dense: tuple[Dense, ...]
@@ -56,7 +57,7 @@ class EmbeddingModules:
 
 
 def read_embedding_modules(path: Path) -> EmbeddingModules | None:
-    """Returns what a directory's modules.json asks for; None: there is none. Raises InputError."""
+    """Returns the settings in a directory's modules.json, or None if there is none. Raises InputError."""
     text = read_text(path / "modules.json")
     if text is None:
         return None
@@ -93,7 +94,7 @@ def read_embedding_modules(path: Path) -> EmbeddingModules | None:
 
 
 def add_lowercase(backend: tokenizers.Tokenizer) -> None:
-    """Makes the tokenizer's normalizer begin with lower case, unless it has it; added tokens that are not
+    """Makes the tokenizer's normalizer begin with lower case, unless it has it. Added tokens that are not
     normalized keep their letters.
     """
     present: Any = backend.normalizer
@@ -104,7 +105,7 @@ def add_lowercase(backend: tokenizers.Tokenizer) -> None:
 
 
 def _read_transformer(path: Path) -> dict[str, Any]:
-    """Returns what the settings of the Transformer module and of its tokenizer say of texts."""
+    """Returns the settings of the Transformer module and of its tokenizer that concern texts."""
     found = (read_json(path / name) for name in _TRANSFORMER_FILES)
     settings = next(filter(None, found), {})
     task = settings.get("transformer_task", "feature-extraction")
@@ -129,7 +130,7 @@ def _read_transformer(path: Path) -> dict[str, Any]:
 
 
 def _size(path: Path, name: str, value: Any) -> int | None:
-    """Returns a number from 1 on, or None; a float like 1e30 stands for no limit of a tokenizer."""
+    """Returns a number from 1 on, or None. A float like 1e30 means that a tokenizer has no limit."""
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1
     ):
@@ -138,7 +139,7 @@ def _size(path: Path, name: str, value: Any) -> int | None:
 
 
 def _matryoshka_dimensions(path: Path) -> tuple[int, ...] | None:
-    """Returns the sizes of vectors that config.json allows; () where it says that there are none."""
+    """Returns the sizes of vectors that config.json allows, or () if it says that there are none."""
     config = read_json(path / "config.json") or {}
     sizes = config.get("matryoshka_dimensions")
     if sizes is None:

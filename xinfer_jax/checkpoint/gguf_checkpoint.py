@@ -1,6 +1,7 @@
 """Opens a GGUF file as a checkpoint, with a config.json of its metadata and the shapes of its tensors.
 
-Absent keys have the defaults of llama.cpp, not those of a family in transformers. Keys: `gguf_keys`.
+Absent keys have the defaults of llama.cpp, not the defaults of a family in transformers. `gguf_keys` has the
+keys.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ Settings = dict[str, Any]
 
 
 def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
-    """Reads the header of a GGUF file, and those of its other splits. Arguments and errors as of
-    `load_model`.
+    """Reads the header of a GGUF file, and the headers of its other splits. It takes the arguments of
+    `load_model`, and raises its errors.
     """
     file = open_gguf(path)
     keepable = {name: dataclasses.replace(x, kept=gguf_form) for name, x in file.tensors.items()}
@@ -81,7 +82,7 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
 
 
 def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
-    """The architecture, its keys without its name, and config.json."""
+    """Returns the architecture, its keys without its name, and config.json."""
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _TYPES:
         raise InputError(f"architecture {format_value(arch)} is not read: only {', '.join(_TYPES)} are")
@@ -136,8 +137,9 @@ def _number(own: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any]) -> Settings | None:
-    """As llama.cpp reads it: without a type it is linear, and `attn_factor` multiplies yarn's own factor. A
-    tensor has the divisors of llama's frequencies; gemma4's says only which pairs are rotated.
+    """Returns the scaling of RoPE, as llama.cpp reads it. Scaling without a type is linear, and `attn_factor`
+    multiplies yarn's own factor. For llama, a tensor has the divisors of the frequencies. The tensor of
+    gemma4 only says which pairs are rotated.
     """
     kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
@@ -182,7 +184,7 @@ def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of sampling, as in generation_config.json."""
+    """Returns defaults of sampling, in the form of generation_config.json."""
     keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
     given = {name: metadata[key] for name, key in keys.items() if key in metadata}
     tokens = metadata.get("tokenizer.ggml.suppress_tokens")
@@ -199,7 +201,9 @@ def _embedding(own: Mapping[str, Any]) -> EmbeddingModules | None:
 
 
 def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) -> list[str]:
-    """The pattern is the number of layers until one has no window, or says for each whether it has one."""
+    """Returns the type of each layer. The pattern in the file is the number of layers until one has no
+    window, or says for each layer whether it has one.
+    """
     pattern = own.get(_WINDOWS, period)
     layers = settings["num_hidden_layers"]
     if type(pattern) is int and pattern > 0:
@@ -263,7 +267,9 @@ def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
 
 
 def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    """Without a scaling its family would have the published one."""
+    """Returns the settings of gpt-oss. It always sets `rope_scaling`: without a scaling, the family would use
+    the published one.
+    """
     if own.get("rope.freq_base_swa", settings["rope_theta"]) != settings["rope_theta"]:
         raise InputError("rope.freq_base_swa other than rope.freq_base is not supported")
     return dict(

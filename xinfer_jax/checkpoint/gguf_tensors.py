@@ -1,8 +1,12 @@
 """The tensors of a GGUF file under the names of a Hugging Face checkpoint, and in its order and values.
 
-llama.cpp's converters change some: rows of queries and keys of llama alternate between the halves of a head,
-norms are stored as 1 + w, decays as -exp(A_log), and value heads of linear attention by turns of key heads. A
-matrix, as NVFP4 ones are, may have a factor, `.scale`, of all its numbers or of those of each expert.
+llama.cpp's converters change some tensors:
+
+- Rows of queries and keys of llama alternate between the halves of a head.
+- Norms are stored as 1 + w, and decays as -exp(A_log).
+- Value heads of linear attention are stored by turns of key heads.
+- A matrix, for example an NVFP4 matrix, may have a factor, `.scale`, of all its numbers or of the numbers of
+  each expert.
 """
 
 import dataclasses
@@ -56,7 +60,9 @@ _LEAST_COSINE = 0.9  # of two rows that differ by the rounding of few bits
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedExperts:
-    """Experts' tensors as gpt-oss's checkpoints have them: outputs last, by turns those of several leaves."""
+    """Experts' tensors in the form of gpt-oss's checkpoints: outputs last, with the outputs of several leaves
+    by turns.
+    """
 
     parts: Mapping[int, GgufTensor]  # [experts, outputs, inputs] or, of biases, [experts, outputs]
     step: int  # from an output of a part to its next
@@ -68,14 +74,14 @@ class InterleavedExperts:
         return experts, *inputs, outputs * self.step
 
     def transposed(self, first: int, step: int) -> list[GgufTensor]:
-        """Each expert's matrix of a part; biases together."""
+        """Returns each expert's matrix of a part. Biases are returned together."""
         part = self.parts[first]
         return _experts(part) if len(part.shape) > 2 else [part]
 
 
 def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of those that
-    are not read. Raises InputError, all tensors at fault named.
+    """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of the tensors
+    that are not read. Raises InputError, which names all tensors at fault.
     """
     names = Names(_NAMES | _OWN_NAMES.get(arch, {}), (_GATE_UP,))
     own_specs = specs_by_names(config, names, _MIXER_NAMES, "blk")
@@ -146,7 +152,7 @@ def check_reranker(file: GgufFile, labels: Any, tokenizer: Tokenizer | None) -> 
 
 
 def _with_scales(file: GgufFile, expected: Container[str]) -> tuple[dict[str, GgufTensor], set[str]]:
-    """The tensors, those of matrices with their factors, and the names of the factors."""
+    """Returns the tensors, with matrices multiplied by their factors, and the names of the factors."""
     stored = dict(file.tensors)
     used = set()
     for name, scale in file.tensors.items():
@@ -172,7 +178,7 @@ def _experts(tensor: GgufTensor) -> list[GgufTensor]:
 
 
 def _joined(parts: list[GgufTensor], shape: tuple[int, ...]) -> GgufTensor:
-    """A leaf of parts of one tensor."""
+    """Returns a leaf of parts of one tensor."""
     if len(parts) == 1:
         return parts[0]
     rows = np.concatenate([np.asarray(part.rows, np.int32) for part in parts])
@@ -180,7 +186,7 @@ def _joined(parts: list[GgufTensor], shape: tuple[int, ...]) -> GgufTensor:
 
 
 def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTensor) -> GgufTensor:
-    """A leaf with its rows, columns and values as in a Hugging Face checkpoint."""
+    """Returns a leaf with the rows, columns and values of a Hugging Face checkpoint."""
     leaf = spec.name.split(".")[2] if spec.name.startswith("layers.") else ""
     delta = config.layers[int(spec.name.split(".")[1])].mixer_of(GatedDeltaSpec.kind) if leaf else None
     if arch == "llama" and leaf in ("q", "k"):

@@ -30,8 +30,8 @@ from .sharded_leaves import check_partition, device_part, leaf_partition, shard_
 class LeafLoader:
     """Returns a leaf's shapes (`struct`), or reads it (`load`).
 
-    The argument `quantized` of its methods has the tensors that store a leaf in `quant_format`; for others it
-    is empty.
+    The argument `quantized` of its methods has the tensors that store a leaf in `quant_format`. For other
+    leaves it is empty.
     """
 
     tensors: Tensors  # those of floats, and quantized ones as such
@@ -46,7 +46,7 @@ class LeafLoader:
     )
 
     def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
-        """The shapes of a leaf, over all devices."""
+        """Returns the shapes of a leaf, over all devices."""
         whole = self._host_struct(spec, quantized)
         if self.mesh is None:
             return whole
@@ -80,7 +80,7 @@ class LeafLoader:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
     def _kept_form(self, spec: FileSpec) -> KeptForm | None:
-        """The form in which a matrix of the files stays; None: it is read as floats."""
+        """Returns the form in which a matrix of the files stays, or None if it is read as floats."""
         if not self.keeps or not spec.is_quantizable:
             return None
         partition = leaf_partition(spec, self._num_devices)
@@ -92,8 +92,9 @@ class LeafLoader:
         return None if is_cut else form
 
     def _group(self, spec: FileSpec) -> int | None:
-        """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
-        whole matrix; in int8 with int8 activations one group, so that there is one scale per output.
+        """Returns the group size for quantizing a matrix, if it is not the default. Over a mesh it gives the
+        groups of the whole matrix. In int8 with int8 activations there is one group, so that there is one
+        scale per output.
         """
         if self.quantize is None:
             return None
@@ -105,9 +106,11 @@ class LeafLoader:
         return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
-        """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a stored number may be of several parts; the devices do not divide a
-        vocabulary.
+        """Returns True if a leaf is read whole and split in memory. There are three reasons:
+
+        - Slices along the inputs depend on each other, since they share scales or an order.
+        - A stored number may belong to several parts.
+        - The number of devices does not divide the vocabulary.
         """
         if quantized and self.quant_format and self.quant_format.is_read_whole:
             return True
@@ -140,7 +143,7 @@ class LeafLoader:
         group: int | None,
         form: KeptForm | None,
     ) -> Any:
-        """A leaf, or a part of one, on the host."""
+        """Returns a leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
         if form:
@@ -158,12 +161,12 @@ class LeafLoader:
         return leaf
 
     def _with_activations(self, weight: Any) -> Any:
-        """A matrix, or its shapes, with int8 activations if they are asked for."""
+        """Returns a matrix, or its shapes, with int8 activations if they are asked for."""
         return with_int8_activations(weight) if self.int8_activations else weight
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Reads tensors of equal shape into one array. name: of the leaf, for errors."""
+    """Reads tensors of equal shape into one array. name: the name of the leaf, for errors."""
     out = aligned_empty(struct)
     for tensor, part in zip(stored, out.reshape(len(stored), *stored[0].shape), strict=True):
 

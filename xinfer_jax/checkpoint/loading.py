@@ -134,7 +134,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """What `open_checkpoint` returns: every shape is known, the weights are not read yet."""
+    """The result of `open_checkpoint`: every shape is known, and the weights are not read yet."""
 
     model: Model  # as `read` returns it, but the leaves of `params` are `jax.ShapeDtypeStruct`
     _read: Callable[[], Params]
@@ -148,7 +148,9 @@ class Checkpoint:
         return dataclasses.replace(self.model, params=params, load_stats=stats)
 
     def with_params(self, function: Callable[[Params], Params]) -> "Checkpoint":
-        """Returns the checkpoint whose parameters, and their shapes, are what a function makes of its own."""
+        """Returns the checkpoint with the parameters, and their shapes, that a function makes of its
+        parameters.
+        """
         model = dataclasses.replace(self.model, params=function(self.model.params))
         return Checkpoint(model, lambda: function(self._read()))
 
@@ -236,7 +238,9 @@ def open_checkpoint(
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
 ) -> Checkpoint:
-    """Does everything of `load_model` except reading the weights; same arguments and errors."""
+    """Does everything that `load_model` does, except reading the weights. It has the same arguments and
+    errors.
+    """
     settings = dtype, quantize, mesh, activations
     model, leaves = open_leaves(path_or_repo_id, *settings, dequantize=dequantize, hub=hub)
     check_weights(tree_bytes(model.params), memory_fraction(mesh))
@@ -254,9 +258,9 @@ def open_leaves(
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
 ) -> tuple[Model, Callable[[], Iterator[tuple[str, Any]]]]:
-    """Returns the model of `open_checkpoint`, and a function that reads the weights one by one: it yields the
-    path and the array of each leaf, in the order of the tree. Arguments and errors are those of `load_model`,
-    but memory for all leaves together is not checked.
+    """Returns the model of `open_checkpoint`, and a function that reads the weights one by one. It yields the
+    path and the array of each leaf, in the order of the tree. It takes the arguments of `load_model`, and
+    raises its errors, but memory for all leaves together is not checked.
     """
     start = time.perf_counter()
     given_dtype = dtype
@@ -340,7 +344,9 @@ def _open_params(
 
 
 def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
-    """All specs, and their tree. Raises InputError where the config has far more tensors than the files."""
+    """Returns all specs, and their tree. Raises InputError if the config has far more tensors than the
+    files.
+    """
     if config.num_hidden_layers > len(tensors):
         raise InputError(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
@@ -373,7 +379,7 @@ def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec]
 
 
 def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
-    """Raises InputError where a tied model's matrix is stored twice with different values."""
+    """Raises InputError if a tied model's matrix is stored twice with different values."""
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)

@@ -1,4 +1,5 @@
-"""Fills in what a caller of a function of a `Model` does not give: sampling settings, and the random key.
+"""Fills in the values that a caller of a function of a `Model` does not give: sampling settings, and the
+random key.
 
 `generation/README.md` has the rule. Functions of parameters and a config do not use this module.
 """
@@ -17,10 +18,11 @@ from .loading import Model
 
 def options_of_model(model: Model, options: Any) -> GenerateOptions:
     """Returns the options, with the sampling settings of the model's generation_config.json if the options
-    have none. None: `GenerateOptions()`.
+    have none. options: None: `GenerateOptions()`.
 
     Raises:
-        InputError: no `GenerateOptions`; a setting of generation_config.json that is not supported.
+        InputError: the options are no `GenerateOptions`, or a setting of generation_config.json is not
+            supported.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {format_value(model)}")
@@ -31,7 +33,7 @@ def options_of_model(model: Model, options: Any) -> GenerateOptions:
 
 
 def key_or_default(key: jax.Array | None) -> jax.Array:
-    """Returns the key; for None `jax.random.key(0)`, which commands use without --seed."""
+    """Returns the key. For None it returns `jax.random.key(0)`, which commands use without --seed."""
     if key is not None:
         return key
     with default_modes():

@@ -24,10 +24,10 @@ def new_leaves(source: Any, params: Params, config: ModelConfig) -> Iterator[tup
 
     Args:
         source: a directory, or an iterator of names and tensors.
-        params, config: of the model that gets the weights.
+        params, config: the model that gets the weights.
 
     Returns:
-        The leaves; None: the source is a tree of parameters.
+        The leaves, or None if the source is a tree of parameters.
     """
     if isinstance(source, str | os.PathLike):
         return _leaves_of_directory(Path(source).expanduser(), params, config)
@@ -37,8 +37,8 @@ def new_leaves(source: Any, params: Params, config: ModelConfig) -> Iterator[tup
 
 
 def _leaves_of_directory(path: Path, params: Params, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Quantized matrices that the model has in the form of the files stay so; others are read as float32, so
-    that they are quantized as `load_model` quantizes them.
+    """Yields the leaves of a directory. Quantized matrices that the model has in the form of the files stay
+    in it. Other matrices are read as float32, so that they are quantized as `load_model` quantizes them.
     """
     if not path.is_dir():
         raise InputError(

@@ -157,8 +157,8 @@ def _check_target(path: Path, overwrite: bool) -> None:
 
 
 def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json of another checkpoint with this config, and its own config, without repeated key heads.
-    is_untied: whether it has a head.
+    """Returns config.json of another checkpoint with this config, and its own config, without repeated key
+    heads. is_untied: True: it has a head.
     """
     settings = read_json(source / "config.json")
     if settings is None:
@@ -185,7 +185,9 @@ def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:
 def _small_files(
     source: Path | None, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> dict[str, Path | bytes]:
-    """The files beside weights and config.json, by name: of another checkpoint, then of the tokenizer."""
+    """Returns the files next to weights and config.json, by name: files of another checkpoint, then files of
+    the tokenizer.
+    """
     ends = [*(tokenizer.eos_token_ids if tokenizer else config.eos_token_ids)]
     files: dict[str, Path | bytes] = {}
     if ends:
@@ -212,7 +214,7 @@ def _tensors(
     kept: Mapping[str, StoredTensor],
     kept_format: StoredFormat | None,
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
-    """The tensors to write, by name, and what config.json says of those that are quantized.
+    """Returns the tensors to write, by name, and the settings of the quantized ones for config.json.
 
     kept, kept_format: the tensors of the checkpoint that they are named after, and its format.
     """
@@ -258,14 +260,14 @@ def _tensors(
 
 
 def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
-    """The dtypes of tensors that have their own in every model, by name."""
+    """Returns the dtypes of tensors that have their own in every model, by name."""
     specs = jax.tree.leaves(file_specs(config))
     return {spec.hf_name: np.dtype(spec.dtype) for spec in specs if spec.dtype}
 
 
 def _name_like(original: Mapping[str, str], name: str, norm: str) -> str:
-    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model;
-    norm: the name of the final norm, which every checkpoint has.
+    """Returns the name that a text model's tensor has in a checkpoint. original: its names by the names of
+    the text model. norm: the name of the final norm, which every checkpoint has.
     """
     within = "model." if name.startswith("model.") else ""
     known = norm if within else TIED[1]

@@ -3,7 +3,7 @@
 In the files, a part of a matrix is one of n equal slices along its outputs or its inputs, in every storage
 format. Some matrices are read whole and split in memory, one at a time (`LeafLoader` says which).
 
-Where the devices do not divide the vocabulary, rows of zeros are appended. No token has their ids, and
+If the devices do not divide the vocabulary, rows of zeros are appended. No token has their ids, and
 `model.decoder.unembed` drops their logits.
 """
 
@@ -28,14 +28,16 @@ _Spec = TypeVar("_Spec", bound=ParamSpec)
 
 
 class LeafPartition(NamedTuple):
-    """How a tensor is split into parts along its outputs (axis 0), its inputs (1) or not at all (None)."""
+    """The split of a tensor into parts: along its outputs (axis 0), along its inputs (axis 1), or no split
+    (axis None).
+    """
 
     num_parts: int
     axis: int | None
     devices_per_part: int  # more than one where key/value heads are repeated
 
     def part_spec(self, spec: _Spec) -> _Spec:
-        """The spec of one part; of a vocabulary with padding."""
+        """Returns the spec of one part. The spec of a vocabulary includes its padding."""
         if self.axis is None:
             return spec
         shape = list(spec.shape)
@@ -43,7 +45,9 @@ class LeafPartition(NamedTuple):
         return dataclasses.replace(spec, shape=tuple(shape))
 
     def slice_parts(self, stored: list[StoredTensor], i: int) -> list[StoredTensor]:
-        """What belongs to part i: some of the experts' tensors, or a slice of the single tensor."""
+        """Returns the stored tensors of part i: some of the experts' tensors, or a slice of the single
+        tensor.
+        """
         if self.axis is None or not stored:
             return stored
         if len(stored) > 1 or len(stored[0].shape) == 3:
@@ -52,8 +56,8 @@ class LeafPartition(NamedTuple):
         return [self._slice(stored[0], self.axis, i)]
 
     def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
-        """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
-        last, except a two-dimensional `.values`.
+        """Returns the slices of a quantized matrix's tensors for part i. All of them have inputs first and
+        outputs last, except a two-dimensional `.values`.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -79,7 +83,9 @@ class LeafPartition(NamedTuple):
 
 
 def leaf_partition(spec: ParamSpec, devices: int) -> LeafPartition:
-    """How a leaf is split over the devices of a mesh. spec: before key/value heads are repeated."""
+    """Returns the split of a leaf over the devices of a mesh. spec: the spec before key/value heads are
+    repeated.
+    """
     axis = next((axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL), None)
     if axis is None:
         return LeafPartition(1, None, devices)
@@ -88,7 +94,7 @@ def leaf_partition(spec: ParamSpec, devices: int) -> LeafPartition:
 
 
 def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> None:
-    """Raises InputError where a part would split a group of inputs, or a block of them."""
+    """Raises InputError if a part would split a group of inputs, or a block of them."""
     if partition.axis != 1 or len(spec.shape) > 2 or not isinstance(struct, WeightLeaf):
         return
     part = partition.part_spec(spec).shape[1]
@@ -101,7 +107,9 @@ def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> No
 
 
 def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_parts: int = 1) -> Any:
-    """The shapes of a leaf over the mesh. part: of what each device has, times `num_parts`."""
+    """Returns the shapes of a leaf over the mesh. part: the shapes of each device's part, times
+    `num_parts`.
+    """
 
     def shard_struct(struct: Any, places: PartitionSpec) -> Any:
         sizes = zip(struct.shape, places, strict=True)
@@ -115,7 +123,7 @@ def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_part
 
 
 def device_part(spec: FileSpec, leaf: Any, i: int, num_parts: int) -> Any:
-    """Part i of a whole leaf on the host, with zeros where the leaf ends before."""
+    """Returns part i of a whole leaf on the host, with zeros if the leaf ends before."""
 
     def part(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
         for axis, place in enumerate(places):

@@ -46,7 +46,7 @@ Result = tuple[dict[str, Any], GenerateStats]  # the fields of the JSON output, 
 
 
 def answer_prompt(flags: Flags, prompt: str | None) -> int:
-    """Prints the answer to a prompt; the exit code. prompt None: process 0 has it."""
+    """Prints the answer to a prompt. Returns the exit code. prompt: None: process 0 has the prompt."""
     use_compilation_cache("xinfer-jax", flags.compilation_cache)
     join_processes()
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt
@@ -104,7 +104,9 @@ def with_adapter_files(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
 
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
-    """`Model.sampling_config` with the flags that are set; --nogeneration_config leaves out the file."""
+    """Returns `Model.sampling_config` with the flags that are set. --nogeneration_config leaves out the
+    file.
+    """
     if not flags.generation_config:
         model = dataclasses.replace(model, generation_config={})
     values = {s.name: flags[s.field].value for s in SETTINGS.values() if s.field in flags}
@@ -115,7 +117,7 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
 
 
 def grammar_from_flags(flags: Flags) -> Grammar | None:
-    """The grammar that the flags ask for."""
+    """Returns the grammar that the flags ask for."""
     if flags.json_schema is not None:
         path = Path(flags.json_schema)
         try:
@@ -138,7 +140,9 @@ class _Stream:
         self.prepare = self._answer.prepare
 
     def run(self) -> Result:
-        """Prints the answer, then the probabilities of its tokens if asked for; nothing with JSON output."""
+        """Prints the answer, then the probabilities of its tokens if asked for. Prints nothing with JSON
+        output.
+        """
         text = ""
         for chunk in chunks_with_status(self._answer):
             text += chunk
@@ -161,7 +165,7 @@ class _Stream:
 
 
 def _token(t: TokenLogprobs, texts: list[TokenText]) -> dict[str, Any]:
-    """The JSON fields of a token and its most likely alternatives."""
+    """Returns the JSON fields of a token and its most likely alternatives."""
     top = [dict(id=i, text=s.text, logprob=p) for (i, p), s in zip(t.top, texts[1:], strict=True)]
     processed = t.processed_logprob
     return dict(id=t.id, text=texts[0].text, logprob=t.logprob, processed_logprob=processed, top=top)
@@ -185,7 +189,7 @@ class _Beams:
         self.prepare = BeamSearchPlan(model.params, model.config, *call).prepare
 
     def run(self) -> Result:
-        """Prints the best sequence; nothing with JSON output, which has all of them."""
+        """Prints the best sequence. Prints nothing with JSON output, which has all sequences."""
         with compile_status("searching", self.prepare):
             out = beam_search(self._model.params, self._model.config, self._ids, **self._arguments)
         (found,) = out.sequences
@@ -202,7 +206,7 @@ class _Beams:
 
 
 def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: bool) -> list[str]:
-    """Statistics as lines of text."""
+    """Returns statistics as lines of text."""
     load = model.load_stats
     weights, cache, peak = map(format_mib, (load.weight_bytes, s.cache_bytes, s.peak_bytes))
     prefill_ms, ttft_ms, tpot_ms = (1e3 * t for t in (s.prefill_seconds, s.ttft_seconds, s.tpot_seconds))
@@ -226,7 +230,7 @@ def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: b
 
 
 def _json_stats(model: Model, s: GenerateStats, used: dict[str, Selection]) -> dict[str, Any]:
-    """Statistics as JSON fields."""
+    """Returns statistics as JSON fields."""
     rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
     load = model.load_stats
     loaded = dict(load_seconds=load.seconds, dtype=load.dtype, backend=jax.default_backend())

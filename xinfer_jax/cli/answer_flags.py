@@ -1,5 +1,5 @@
 """The flags of `xinfer-jax`, `python -m xinfer_jax` and scripts/generate.py, and their checks. answer.py does
-the work; it and jax are imported once the flags are right.
+the work. It and jax are imported once the flags are right.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
 
 
 def define_checkpoint(parser: FlagParser, default: str = "the bundled one") -> None:
-    """Flags that name a checkpoint."""
+    """Defines flags that name a checkpoint."""
     parser.add_text(
         "model",
         "Checkpoint: a directory, or a Hugging Face hub name owner/name or owner/name@revision."
@@ -48,7 +48,7 @@ def define_checkpoint(parser: FlagParser, default: str = "the bundled one") -> N
 
 
 def define_model(parser: FlagParser) -> None:
-    """Flags of the model, which most commands have."""
+    """Defines flags of the model, which most commands have."""
     parser.group = "model"
     define_checkpoint(parser)
     parser.add_choice(
@@ -86,7 +86,7 @@ def define_cache_dtype(parser: FlagParser, dtypes: Iterable[str]) -> None:
 
 
 def define_engine(parser: FlagParser) -> None:
-    """Flags of the size of an engine, for commands that have one."""
+    """Defines flags of the size of an engine, for commands that have one."""
     parser.group = "engine"
     syntax = "numbers, as 0 or 0,1: an engine on each; 0+1: a mesh"
     parser.add_text("prefill_devices", f"Devices that prefill prompts: {syntax}.", "give numbers of devices")
@@ -107,7 +107,9 @@ def define_engine(parser: FlagParser) -> None:
 
 
 def define_kernels(parser: FlagParser, *more: str) -> None:
-    """more: implementations beside those of devices."""
+    """Defines the flag that names kernels. more: implementations in addition to the devices'
+    implementations.
+    """
     parser.add_choice(
         "impl",
         "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
@@ -116,7 +118,7 @@ def define_kernels(parser: FlagParser, *more: str) -> None:
 
 
 def engine_options(flags: Any) -> EngineOptions:
-    """The options of an engine that its flags give."""
+    """Returns the options of an engine that its flags give."""
     names = [field.name for field in dataclasses.fields(EngineOptions) if field.name in flags]
     given = {name: flags[name].value for name in names}
     given |= {name: parse_devices(name, given[name]) for name in ("prefill_devices", "decode_devices")}
@@ -125,7 +127,9 @@ def engine_options(flags: Any) -> EngineOptions:
 
 
 def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
-    """The devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no flag."""
+    """Returns the devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no
+    flag.
+    """
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,5}([,+]\d{1,5})*", text):
@@ -135,7 +139,7 @@ def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
 
 
 def _adapters(texts: list[str]) -> dict[str, str]:
-    """The paths of --adapter, by name."""
+    """Returns the paths of --adapter, by name."""
     found: dict[str, str] = {}
     for text in texts:
         (name, equals, path) = text.partition("=")
@@ -156,7 +160,7 @@ def define_seed(parser: FlagParser) -> None:
 
 
 def define_sampling(parser: FlagParser) -> None:
-    """Flags of the sampling settings."""
+    """Defines flags of the sampling settings."""
     parser.group = "sampling"
     for setting in SETTINGS.values():
         if setting.help:
@@ -167,7 +171,7 @@ def define_sampling(parser: FlagParser) -> None:
 
 
 def define_grammar(parser: FlagParser) -> None:
-    """Flags of what an answer has to be; at most one of them is given."""
+    """Defines the flags that constrain an answer. At most one of them is given."""
     parser.group = "structured output"
     parser.add_text(
         "json_schema", "Answers are JSON that is valid for the schema in this file.", empty="give a file"
@@ -177,7 +181,7 @@ def define_grammar(parser: FlagParser) -> None:
 
 
 def check_grammar(parser: FlagParser) -> None:
-    """Raises InputError where several flags say what an answer has to be."""
+    """Raises InputError if several flags constrain an answer."""
     given = [f"--{name}" for name in GRAMMAR_FLAGS if parser.is_set(name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} both constrain the answer: leave out all but one")
@@ -259,7 +263,7 @@ main = command_main(PARSER, _run)
 
 
 def _check_combinations(parser: FlagParser) -> None:
-    """Raises InputError where flags contradict each other, or one has no effect."""
+    """Raises InputError if flags contradict each other, or one has no effect."""
     values = parser.values
     beams = parser.values.num_beams
     for_beams = ("length_penalty", "early_stopping")

@@ -18,8 +18,8 @@ from .terminal import status
 
 
 def answer_file(command: str, flags: Any, shard: tuple[int, int] | None) -> int:
-    """Answers a file of prompts; the exit code, 1 if a line of the output is an error. command: its name, for
-    log lines.
+    """Answers a file of prompts. Returns the exit code, 1 if a line of the output is an error. command: the
+    name of the command, for log lines.
     """
     use_compilation_cache(command, flags.compilation_cache)
     engine = vars(engine_options(flags))
@@ -71,7 +71,7 @@ def _engine_starts(stop: SignalEvent) -> Iterator[None]:
 
 
 def merge_outputs(flags: Any) -> int:
-    """Merges the outputs of shards; the exit code."""
+    """Merges the outputs of shards. Returns the exit code."""
     lines, failed = merge_shards(flags.input, flags.output, flags.merge)
     errors = f", {failed} of them errors" if failed else ""
     status.log(f"{flags.output}: {lines} lines of {flags.merge} shards{errors}")
@@ -79,7 +79,7 @@ def merge_outputs(flags: Any) -> int:
 
 
 def _format_report(r: BatchReport) -> list[str]:
-    """A report as lines of text."""
+    """Returns a report as lines of text."""
     before = f", {r['finished_before']} were there before" if r["finished_before"] else ""
     lines = [
         f"{r['answered']} lines answered, {r['errors']} errors{before}, in {r['seconds']:.1f} s",

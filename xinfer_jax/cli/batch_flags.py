@@ -1,4 +1,6 @@
-"""The flags of `xinfer-jax-batch` and scripts/batch.py. batch.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax-batch` and scripts/batch.py. batch.py does the work, and jax is imported with
+it.
+"""
 
 import re
 

@@ -35,8 +35,8 @@ _WIDTHS = {
 
 
 def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> int:
-    """Prints the speeds of a model; the exit code. settings: of a config.json, for random weights; None: load
-    the checkpoint.
+    """Prints the speeds of a model. Returns the exit code. settings: the content of a config.json, for random
+    weights. None: load the checkpoint.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     with status("loading the model"):
@@ -82,7 +82,7 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
 
 
 def _given(flags: Any) -> list[str]:
-    """The flags that were given, as on a command line."""
+    """Returns the flags that were given, as on a command line."""
     found = []
     for name in flags:
         value = flags[name].value
@@ -104,7 +104,9 @@ def _random_prompts(model: Model, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
-    """Prefill and decode of one batch. probes: so far; others are added."""
+    """Measures prefill and decode of one batch. probes: the measurements so far, to which others are
+    added.
+    """
     prompts = _random_prompts(model, lengths)
     options = _options(flags, impl=flags.impl, draft=flags.draft)
     peaks: list[int] = []
@@ -141,7 +143,9 @@ def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str
 
 
 def _measure_engine(flags: Any, model: Model) -> dict[str, Any]:
-    """Requests to an engine, all at once: seconds until all have ended, and quantiles of their times."""
+    """Measures requests to an engine, all at once: seconds until all have ended, and quantiles of their
+    times.
+    """
     limit = model.config.context_length
     lengths = [n for n in flags.prompt_lengths if n + flags.new_tokens <= limit]
     if not lengths:
@@ -173,7 +177,9 @@ def _quantiles(seconds: list[float] | None) -> dict[str, float]:
 
 
 def _fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], rate: str) -> dict[str, Any]:
-    """The measured speed as fractions of the machine's limits at each repetition. rate: of matmuls."""
+    """Returns the measured speed as fractions of the machine's limits at each repetition. rate: the rate of
+    matmuls.
+    """
     memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]
     compute = [work.flop / limit[rate] / s for s, limit in zip(seconds, limits, strict=True)]
     is_memory = statistics.median(memory) >= statistics.median(compute)
@@ -182,8 +188,8 @@ def _fractions(work: Work, seconds: list[float], limits: list[dict[str, float]],
 
 
 def _row_line(row: dict[str, Any]) -> str:
-    """The table line of a batch: medians (minimum-maximum). After `of limit`, m: bound by memory, c: by
-    compute.
+    """Returns the table line of a batch: medians (minimum-maximum). After `of limit`, m: bound by memory, c:
+    by compute.
     """
     cells = [str(row[name]) for name in ("rows", "prompt_tokens", "new_tokens")]
     if "skipped" not in row:
@@ -197,7 +203,7 @@ def _row_line(row: dict[str, Any]) -> str:
 
 
 def _engine_line(engine: dict[str, Any]) -> str:
-    """The line of the engine: all requests, and the 50th (and 99th) percentile of one."""
+    """Returns the line of the engine: all requests, and the 50th (and 99th) percentile of one."""
     if "skipped" in engine:
         return f"engine: skipped: {engine['skipped']}"
     times = [
@@ -212,7 +218,7 @@ def _engine_line(engine: dict[str, Any]) -> str:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Returns median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

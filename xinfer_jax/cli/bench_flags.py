@@ -1,4 +1,6 @@
-"""The flags of `xinfer-jax bench` and scripts/bench.py. bench.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax bench` and scripts/bench.py. bench.py does the work, and jax is imported with
+it.
+"""
 
 from typing import Any
 

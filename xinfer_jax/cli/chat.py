@@ -25,7 +25,9 @@ _COMMANDS = "there are /exit, /reset and /stats"
 
 
 def chat_loop(command: str, flags: Any) -> int:
-    """Answers the lines of standard input until it ends; the exit code. command: its name, for log lines."""
+    """Answers the lines of standard input until it ends. Returns the exit code. command: the name of the
+    command, for log lines.
+    """
     use_compilation_cache(command, flags.compilation_cache)
     conversation = Conversation(flags)
     show_stats = flags.stats
@@ -47,7 +49,7 @@ def chat_loop(command: str, flags: Any) -> int:
 
 
 def _next_line() -> str:
-    """The next line of standard input; "" at its end."""
+    """Returns the next line of standard input, or "" at its end."""
     if sys.stdin is None:
         return ""
     try:
@@ -98,7 +100,9 @@ class Conversation:
         self._prefix: Prefix | None = None
 
     def answer(self, question: str) -> str:
-        """Prints the answer to a question; a line of statistics. After an error the chat is as it was."""
+        """Prints the answer to a question. Returns a line of statistics. After an error the chat is as it
+        was.
+        """
         turns, ids = self._fit_to_capacity([*self._turns, {"role": "user", "content": question}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
             write(f"[dropped the {left_out} earliest exchanges: the chat exceeds {self._capacity} tokens]\n")
@@ -113,7 +117,7 @@ class Conversation:
         return _format_stats(out.stats, out.finish_reason[0])
 
     def _fit_to_capacity(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """The turns, without the earliest ones if an answer would not fit; and their ids."""
+        """Returns the turns and their ids. The earliest turns are left out if an answer would not fit."""
         for first in range(0, len(turns), 2):
             messages = self._system + turns[first:]
             ids = encode_prompt(self._model, messages, escape_control_tokens=self._escape)
@@ -124,7 +128,9 @@ class Conversation:
         )
 
     def _stream(self, ids: list[int], key: jax.Array) -> tuple[str, GenerateOutput]:
-        """Prints the answer while it is generated. Ctrl-C ends it; the text until then stays in the chat."""
+        """Prints the answer while it is generated. Ctrl-C ends it, and the text until then stays in the
+        chat.
+        """
         options = dataclasses.replace(self._options, prefix=self._prefix)
         text = ""
         with capture_signals() as interrupted:

@@ -1,4 +1,4 @@
-"""The flags of `xinfer-jax-chat` and scripts/chat.py. chat.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax-chat` and scripts/chat.py. chat.py does the work, and jax is imported with it."""
 
 from ..errors import InputError
 from .answer_flags import (

@@ -33,7 +33,7 @@ def overview() -> str:
 
 
 def unknown_command(name: str) -> str:
-    """Returns the error for a subcommand that does not exist, with the list of those that do."""
+    """Returns the error for a subcommand that does not exist, with the list of the subcommands that do."""
     close = difflib.get_close_matches(name[:50], COMMANDS, 1)
     meant = f"did you mean {close[0]!r}?" if close else "give one of these, or a prompt by --prompt TEXT:"
     shown = name if len(name) <= 100 else f"{name[:100]} …"

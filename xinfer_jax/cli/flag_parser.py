@@ -25,14 +25,14 @@ class FlagParser:
     Each definition takes a name and a help text. A value out of range raises with the remedy.
 
     Args:
-        name: of the command, as in errors.
+        name: the name of the command, as in errors.
         about: the first lines of --help.
         usage, example: the arguments after the command's name.
 
     Attributes:
-        name: as it was given; the name by which the command was started may take its place.
-        heading: what --help prints before all else.
-        values: of the flags.
+        name: the name as it was given. The name by which the command was started may take its place.
+        heading: the text that --help prints before all else.
+        values: the values of the flags.
         group: the heading in --help of flags that are defined next.
     """
 
@@ -47,11 +47,11 @@ class FlagParser:
         self._groups: dict[str, list[str]] = {}
 
     def add_text(self, name: str, help: str, empty: str = "", default: str | None = None) -> None:
-        """A text. empty: the remedy for an empty text; "": an empty text is allowed."""
+        """Adds a text. empty: the remedy for an empty text. "": an empty text is allowed."""
         self._define(name, help, default, str, lambda text: text or not empty, empty)
 
     def add_texts(self, name: str, help: str, empty: str) -> None:
-        """A list of texts, one each time that the flag is given."""
+        """Adds a list of texts, one each time that the flag is given."""
         self._groups.setdefault(self.group, []).append(name)
         parser = _ValueParser(str, bool, empty)
         # absl needs no serializer, though its type stub does.
@@ -68,7 +68,7 @@ class FlagParser:
         self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
 
     def add_integers(self, name: str, help: str, default: str) -> None:
-        """Whole numbers from 1, with commas between; the value is a list."""
+        """Adds whole numbers from 1, with commas between them. The value is a list."""
         remedy = "give whole numbers from 1, with commas between"
         self._define(name, help, default, _whole_numbers, all, remedy)
 
@@ -78,7 +78,7 @@ class FlagParser:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
     def add_option(self, field: Any, help: str) -> None:
-        """A field of `EngineOptions`, by its metadata."""
+        """Adds a field of `EngineOptions`, by its metadata."""
         limits = field.metadata
         if isinstance(field.default, bool):
             self.add_switch(field.name, help, field.default)
@@ -96,7 +96,7 @@ class FlagParser:
             self.add_text(field.name, help, "give a value")
 
     def add_setting(self, setting: Setting) -> None:
-        """A sampling setting; if it is not given its value is None, or [] of texts."""
+        """Adds a sampling setting. If it is not given, its value is None, or [] for texts."""
         name = setting.field
         if setting.kind == "switch":
             self.add_switch(name, setting.help, None)
@@ -119,10 +119,11 @@ class FlagParser:
         self.values[flag.name] = flag
 
     def parse(self, argv: Sequence[str]) -> None:
-        """Parses the flags; --help and --version print their text and exit.
+        """Parses the flags. --help and --version print their text and exit.
 
         Raises:
-            InputError: an unknown flag, a value outside its range, or an argument that is not a flag.
+            InputError: there is an unknown flag, a value outside its range, or an argument that is not a
+                flag.
         """
         if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
             write(f"{self._help() if needs_help else f'{self.name} {version()}'}\n")
@@ -145,7 +146,7 @@ class FlagParser:
         raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
 
     def _with_underscores(self, argv: Sequence[str]) -> list[str]:
-        """The arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
+        """Returns the arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
         args = iter(argv)
         found = [next(args)]
         for arg in args:
@@ -171,7 +172,7 @@ class FlagParser:
         return re.sub(r"\b[a-z_]+\b", lambda word: flag_of.get(word[0], word[0]), str(message))
 
     def is_set(self, name: str) -> bool:
-        """Whether a flag has a value other than its default."""
+        """Returns True if a flag has a value other than its default."""
         return self.values[name].value != self.values[name].default
 
     def _help(self) -> str:
@@ -190,7 +191,7 @@ class FlagParser:
 
 
 def _entry(option: str, text: str, default: Any = None) -> list[str]:
-    """The lines of --help for one flag."""
+    """Returns the lines of --help for one flag."""
     if isinstance(default, list):
         default = ",".join(map(str, default))
     text += "" if default in (None, "") else f" Default: {str(default).lower()}."
@@ -202,7 +203,7 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
 
 
 def version() -> str:
-    """The versions of this package, jax and Python."""
+    """Returns the versions of this package, jax and Python."""
     # Imported here: it would take most of this module's import time.
     from importlib.metadata import version as installed
 

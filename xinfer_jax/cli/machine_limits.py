@@ -1,5 +1,5 @@
-"""Limits of this machine, measured: how fast it reads memory and multiplies matrices. The peak memory of this
-process.
+"""Measures limits of this machine: the speed at which it reads memory and multiplies matrices. Also measures
+the peak memory of this process.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Returns the peak bytes of this process since `reset_peak_memory`; 0 if it is not reported."""
+    """Returns the peak bytes of this process since `reset_peak_memory`, or 0 if it is not reported."""
     with contextlib.suppress(OSError):
         if found := re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text()):
             return int(found[1]) * 1024

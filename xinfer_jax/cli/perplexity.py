@@ -24,7 +24,9 @@ _TOKENS = 4096  # tokens of a batch, approximately
 
 
 def measure_perplexity(command: str, flags: Any, text: str) -> int:
-    """Prints the perplexity of a text; the exit code. command: its name, for log lines."""
+    """Prints the perplexity of a text. Returns the exit code. command: the name of the command, for log
+    lines.
+    """
     use_compilation_cache(command, flags.compilation_cache)
     join_processes()
     checkpoint = open_model(flags.model, flags)
@@ -61,7 +63,7 @@ def measure_perplexity(command: str, flags: Any, text: str) -> int:
 
 
 def sliding_windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Windows of the text, each with the number of its last tokens that no window before had."""
+    """Yields windows of the text, each with the number of its last tokens that no window before had."""
     end = 0
     for begin in range(0, len(ids), stride):
         before = end
@@ -74,7 +76,7 @@ def sliding_windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[
 def log_probabilities(
     model: Model, ids: list[int], window: int, stride: int, cache_dtype: str | None
 ) -> np.ndarray:
-    """Log-probability of each token except the first, float64."""
+    """Returns the log-probability of each token except the first, float64."""
     chunks = list(sliding_windows(ids, window, stride))
     logprobs = []
     rows = min(len(chunks), max(1, _TOKENS // window)) if cache_dtype is None else 1
@@ -95,7 +97,7 @@ def log_probabilities(
 
 
 def _score(model: Model, tokens_BT: np.ndarray, num_tokens_B: np.ndarray, cache_dtype: str | None) -> Any:
-    """Log-probabilities [B, T-1] of each token except the first of each row."""
+    """Returns log-probabilities [B, T-1] of each token except the first of each row."""
     if cache_dtype is None:
         return score(model.params, model.config, tokens_BT, num_tokens_B).logprobs_BT
     rows, capacity = tokens_BT.shape
@@ -105,7 +107,7 @@ def _score(model: Model, tokens_BT: np.ndarray, num_tokens_B: np.ndarray, cache_
 
 @partial(jax.jit, static_argnames="config")
 def _score_through(cache, params, config, tokens_BT, num_tokens_B):
-    """`score` of tokens whose keys and values attention reads from this cache."""
+    """Runs `score` of tokens whose keys and values attention reads from this cache."""
     logits_BTV, _ = forward(params, config, tokens_BT, cache, num_tokens_B)
     logprobs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1], -1)
     return jnp.take_along_axis(logprobs_BTV, tokens_BT[:, 1:, None], -1)[..., 0]

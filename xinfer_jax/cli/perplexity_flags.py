@@ -1,4 +1,4 @@
-"""The flags of `xinfer-jax perplexity` and scripts/perplexity.py. perplexity.py does the work; jax is
+"""The flags of `xinfer-jax perplexity` and scripts/perplexity.py. perplexity.py does the work, and jax is
 imported with it.
 """
 

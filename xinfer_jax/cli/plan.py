@@ -13,7 +13,9 @@ _GIB = 2**30
 
 
 def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | Tpu) -> int:
-    """Prints the plan of a model; the exit code. settings: of config.json. card: data sheet of a device."""
+    """Prints the plan of a model. Returns the exit code. settings: the content of config.json. card: the data
+    sheet of a device.
+    """
     config = from_hf(settings)
     kv = flags.cache_dtype or ("float32" if flags.weights == "float32" else "bfloat16")
     context = check_integer("context", flags.context, 2, config.context_length)
@@ -30,7 +32,7 @@ def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | 
 
 
 def _usable_memory(card: Card | Tpu) -> float:
-    """Bytes of a device that the program can use."""
+    """Returns the bytes of a device that the program can use."""
     return card.memory_gib * _GIB * card.memory_fraction
 
 

@@ -1,4 +1,4 @@
-"""The flags of `xinfer-jax plan` and scripts/plan.py. plan.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax plan` and scripts/plan.py. plan.py does the work, and jax is imported with it."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ main = command_main(PARSER, _run)
 
 
 def _devices(text: str) -> tuple[int, Card | Tpu]:
-    """The number of devices, and their data sheet."""
+    """Returns the number of devices, and their data sheet."""
     match = re.fullmatch(r"(\d{1,9})x(\w+)", text)
     if not match or match[2] not in _KINDS or not 1 <= int(match[1]) <= MOST_DEVICES:
         known = f"1 to {MOST_DEVICES} of {', '.join(_KINDS)}"

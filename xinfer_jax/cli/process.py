@@ -29,13 +29,13 @@ class SignalEvent(threading.Event):
 
 
 def seconds_since_start() -> float:
-    """Seconds since a command imported this module, which it does first."""
+    """Returns the seconds since a command imported this module, which it does first."""
     return time.monotonic() - _STARTED
 
 
 def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -> None:
-    """Runs a program in a second thread and ends the process with its exit code; at once with 130 at Ctrl-C,
-    and with 128 + its number at one of further signals.
+    """Runs a program in a second thread and ends the process with its exit code. It ends at once with 130 at
+    Ctrl-C, and with 128 plus its number at one of the further signals.
     """
     install_signal_handlers(*signals)
     _fill_closed_streams()
@@ -63,8 +63,8 @@ def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -
 
 
 def install_signal_handlers(*signals: signal.Signals) -> None:
-    """From now on Ctrl-C ends the process with 130, and further signals with 128 + their number. A signal
-    that was ignored (as in a background job) stays ignored.
+    """Installs handlers, so that Ctrl-C ends the process with exit code 130, and the given signals end it
+    with 128 plus their number. A signal that was ignored, for example in a background job, stays ignored.
     """
     for number in (signal.SIGINT, *signals):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -123,7 +123,7 @@ def _fill_closed_streams() -> None:
 
 
 def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn]:
-    """The `main` of a command: parses the flags, does the work, and exits as `run_and_exit`."""
+    """Returns the `main` of a command: parses the flags, does the work, and exits as `run_and_exit`."""
 
     def main(argv: Sequence[str] | None = None) -> NoReturn:
         def run() -> int:
@@ -139,10 +139,12 @@ def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn
 
 
 def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
-    """Does the work and exits.
+    """Does the work and exits with one of these codes:
 
-    Exit codes: what `work` returns (None: 0); 2 with one line on standard error for bad input, a file or
-    stream that fails, or too little memory; 1 where the reader of the answer has gone; 130 at Ctrl-C.
+    - The result of `work` (None: 0).
+    - 2, with one line on standard error, for bad input, a file or stream that fails, or too little memory.
+    - 1 if the reader of the answer has gone.
+    - 130 at Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding does not have is printed as "?".
@@ -167,7 +169,7 @@ def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
 
 
 def _user_error(error: Exception) -> str | None:
-    """The message for an error that the user can correct; None: it is a bug."""
+    """Returns the message for an error that the user can correct, or None for a bug."""
     text = str(error)
     if isinstance(error, InputError):
         return text

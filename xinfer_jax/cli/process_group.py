@@ -30,7 +30,7 @@ print(json.dumps(ClusterEnv.auto_detect_unset_distributed_params(None, None, Non
 
 
 def define_processes(parser: FlagParser) -> None:
-    """Flags for several processes that run one model."""
+    """Defines flags for several processes that run one model."""
     parser.group = "several processes"
     parser.add_text(
         "coordinator",
@@ -77,7 +77,9 @@ def supervise(parser: FlagParser) -> int | None:
 
 
 def member_from_flags(flags: Any) -> GroupMember | None:
-    """The group and this process's number in it, from flags or the cluster; None: it runs alone."""
+    """Returns the group and this process's number in it, from flags or the cluster. Returns None if the
+    process runs alone.
+    """
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
         peers = any(name in flags and flags[name].value for name in ("peers", "peer", "weight_address"))
@@ -102,8 +104,9 @@ def member_from_flags(flags: Any) -> GroupMember | None:
 
 
 def _detect_cluster(given: Any) -> tuple[str, int, int]:
-    """Address, number of processes and process id as `jax.distributed.initialize` finds them; `given` ones
-    take precedence. A child process imports jax for this; this one stays without jax.
+    """Returns the address, the number of processes and the process id as `jax.distributed.initialize` finds
+    them. Values in `given` take precedence. A child process imports jax for this, and this process stays
+    without jax.
     """
     run = subprocess.run([sys.executable, "-c", _DETECT], capture_output=True, text=True)
     address, *found = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else (None,)
@@ -114,7 +117,9 @@ def _detect_cluster(given: Any) -> tuple[str, int, int]:
 
 
 def shared_settings(parser: FlagParser) -> dict[str, str]:
-    """The settings that must be the same in all processes, by name: flags, versions, digests of files."""
+    """Returns the settings that must be the same in all processes, by name: flags, versions, digests of
+    files.
+    """
     flags = parser.values
     same = {f"--{name}": str(flags[name].value) for name in flags if name not in _OWN}
     same["the version"] = version()
@@ -131,7 +136,7 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
 
 
 def _digest(file: Path) -> str:
-    """Digest of a file; of weights its size, its header and samples of its numbers."""
+    """Returns the digest of a file. For weights it covers the size, the header and samples of the numbers."""
     size = file.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:

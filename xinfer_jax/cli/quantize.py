@@ -39,8 +39,8 @@ _EVAL_TEXTS = 96
 
 
 def quantize_checkpoint(flags: Any, calibration: list[str] | None, eval: list[str] | None) -> int:
-    """Quantizes a checkpoint as the flags say; the exit code. calibration, eval: documents of files; None:
-    the model samples them if flags ask for them.
+    """Quantizes a checkpoint as the flags say. Returns the exit code. calibration, eval: documents of files.
+    None: the model samples them if flags ask for them.
     """
     path = checkpoint_path(flags.model, hub=HubOptions(flags.revision))
     with status("loading the model"):
@@ -82,7 +82,7 @@ def quantize_checkpoint(flags: Any, calibration: list[str] | None, eval: list[st
 
 
 def _quantize(flags: Any, model: Model, calibration: list[str]) -> tuple[Model, dict[str, Any]]:
-    """The model quantized as the flags say, and a report on the calibration."""
+    """Returns the model quantized as the flags say, and a report on the calibration."""
     method = flags.quantize, flags.group, flags.activations
     if flags.method == "rtn" and flags.format == _W4A16:
         return _quantize_w4a16(model, flags.group), {}
@@ -100,7 +100,9 @@ def _quantize(flags: Any, model: Model, calibration: list[str]) -> tuple[Model, 
 
 
 def _quantize_w4a16(model: Model, group: int | None) -> Model:
-    """The model with matrices of its layers in symmetric int4, to be written by compressed-tensors' rules."""
+    """Returns the model with matrices of its layers in symmetric int4, to be written by compressed-tensors'
+    rules.
+    """
     (specs, leaves) = specs_and_leaves(model.params, model.config)
     for i, spec in enumerate(specs):
         if spec.is_quantizable and spec.name.startswith("layers."):
@@ -112,8 +114,8 @@ def _quantize_w4a16(model: Model, group: int | None) -> Model:
 
 
 def _sampled_texts(model: Model, count: int, seed: int) -> list[str]:
-    """Texts that the model samples at temperature 1. Texts unlike a model's own do harm: a model of stories
-    that is calibrated on conversations loses more than by rounding to nearest.
+    """Returns texts that the model samples at temperature 1. Texts unlike a model's own do harm: a model of
+    stories that is calibrated on conversations loses more than by rounding to nearest.
     """
     assert model.tokenizer is not None
     start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
@@ -126,8 +128,8 @@ def _sampled_texts(model: Model, count: int, seed: int) -> list[str]:
 
 
 def _chunks(model: Model, texts: list[str], max_tokens: int | None = None) -> list[list[int]]:
-    """Token ids of the documents, in chunks of the context. Chunks of a single token are left out, because
-    they cannot be scored.
+    """Returns token ids of the documents, in chunks of the context. Chunks of a single token are left out,
+    because they cannot be scored.
     """
     assert model.tokenizer is not None
     context = min(_CONTEXT, model.config.context_length)
@@ -140,7 +142,9 @@ def _chunks(model: Model, texts: list[str], max_tokens: int | None = None) -> li
 
 
 def _quality_loss(model: Model, quantized: Model, texts: list[str], source: str) -> dict[str, Any]:
-    """Perplexity before and after, and how often the most likely token is the same. source: of the texts."""
+    """Returns the perplexity before and after, and the fraction of tokens at which the most likely token is
+    the same. source: the source of the texts.
+    """
     rows = _chunks(model, texts)
     with status("scoring the texts"):
         (exact, exact_best), (logprobs, best) = (_scores(each, rows) for each in (model, quantized))
@@ -166,7 +170,9 @@ def _log_probabilities(params: Any, config: ModelConfig, tokens_BT: jax.Array, l
 
 
 def _scores(model: Model, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability of each token except the first of a row, and the most likely token at its position."""
+    """Returns the log-probability of each token except the first of a row, and the most likely token at its
+    position.
+    """
     parts = []
     width = -(-max(map(len, rows)) // 8) * 8
     for at in range(0, len(rows), _ROWS):  # one shape for one program

@@ -1,5 +1,5 @@
-"""The flags of `xinfer-jax quantize` and scripts/quantize.py. quantize.py does the work; jax is imported with
-it.
+"""The flags of `xinfer-jax quantize` and scripts/quantize.py. quantize.py does the work, and jax is imported
+with it.
 """
 
 import re
@@ -91,7 +91,7 @@ main = command_main(PARSER, _run)
 
 
 def _documents(source: str | None) -> list[str] | None:
-    """The documents of a file; None if the model samples them, or none are wanted."""
+    """Returns the documents of a file, or None if the model samples them, or if none are wanted."""
     if source in (None, _SAMPLED):
         return None
     text = Path(source).expanduser().read_text(encoding="utf-8")

@@ -29,9 +29,8 @@ def join_processes() -> int:
 
 
 def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
-    """Opens a checkpoint with the settings of flags, after a download with its own progress bar.
-
-    noun: names it in errors; --revision is that of the "model".
+    """Opens a checkpoint with the settings of flags. A download shows its progress bar. noun: the word for it
+    in errors. --revision belongs to the "model".
     """
     path = checkpoint_path(name, noun, HubOptions(flags.revision if noun == "model" else None))
     mesh = flags.mesh
@@ -48,12 +47,12 @@ def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
 
 
 def check_devices(flags: Any) -> None:
-    """Raises InputError where --data_parallel and --mesh need more devices than there are."""
+    """Raises InputError if --data_parallel and --mesh need more devices than there are."""
     device_groups(flags.data_parallel, flags.mesh and list(parse_mesh(flags.mesh).devices.flat))
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
-    """The mesh of --mesh=model=N: the first N devices."""
+    """Returns the mesh of --mesh=model=N: the first N devices."""
     if not re.fullmatch(r"model=[1-9]\d{0,5}", text):
         raise InputError(f"--mesh={format_value(text)} is not model=N, with N devices: give that")
     count = int(text.removeprefix("model="))
@@ -75,7 +74,7 @@ def load_and_compile(prepare: Callable[[], object], *checkpoints: Checkpoint) ->
 
 
 def chunks_with_status(answer: TextStream) -> Iterator[str]:
-    """The chunks of an answer; a status line until the first one."""
+    """Yields the chunks of an answer. A status line is shown until the first one."""
     with compile_status("prefilling the prompt", answer.prepare):
         first = next(answer, "")
     yield first
@@ -84,7 +83,7 @@ def chunks_with_status(answer: TextStream) -> Iterator[str]:
 
 @contextmanager
 def compile_status(work: str, prepare: Callable[[], Any]) -> Iterator[None]:
-    """A status line for work that waits for compilation, with the number of compiled programs."""
+    """Shows a status line for work that waits for compilation, with the number of compiled programs."""
     with status("preparing"):
         precompiler = prepare()
 
@@ -98,7 +97,9 @@ def compile_status(work: str, prepare: Callable[[], Any]) -> Iterator[None]:
 
 
 def use_compilation_cache(command: str, directory: str | None) -> None:
-    """Sets jax's compilation cache. None: its environment variable's, or the user's; "": none."""
+    """Sets the directory of jax's compilation cache. None: the directory of its environment variable, or the
+    user's. "": no cache.
+    """
     if directory is None:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "xinfer_jax")
         directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or user

@@ -51,9 +51,10 @@ def restore_terminal() -> None:
 
 
 class StatusLine:
-    """A line on a terminal's standard error that shows the present work and its time; erased afterwards.
+    """A line on a terminal's standard error that shows the present work and its time. It is erased
+    afterwards.
 
-    `with status("loading"): …` writes nothing where standard error is not a terminal. Lines that `log` writes
+    `with status("loading"): …` writes nothing if standard error is not a terminal. Lines that `log` writes
     meanwhile appear above it.
     """
 
@@ -108,7 +109,9 @@ status = StatusLine()  # one for the process, as its terminal is
 
 @contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
-    """Within, a warning is one line with the program's name; of jax's about its cache only the first."""
+    """Within the block, a warning is one line with the program's name. Only the first of jax's warnings about
+    its cache is shown.
+    """
     warned_of_cache = False
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -133,8 +136,8 @@ def one_line_warnings(name: str) -> Iterator[None]:
 
 @contextmanager
 def log_on_terminal(name: str) -> Iterator[None]:
-    """Within, what the library logs appears on standard error: a warning in one line with the program's name,
-    as Python's warnings, and other lines from the level INFO on as they are.
+    """Within the block, log lines of the library appear on standard error: a warning in one line with the
+    program's name, as Python's warnings, and other lines from the level INFO on as they are.
     """
     logger = logging.getLogger(_LIBRARY)
     level = logger.level
@@ -175,7 +178,7 @@ def discard_output(stream: TextIO | None) -> None:
 
 
 def _write(text: str) -> None:
-    """Writes to standard error; a failure to do so is ignored."""
+    """Writes to standard error. A failure to do so is ignored."""
     if sys.stderr is None or not text:
         return
     try:

@@ -67,15 +67,15 @@ def awq_params(
     """Returns parameters scaled by AWQ on a calibration text, then quantized by `gptq_matrix`. Raises
     InputError.
 
-    AWQ alone, without GPTQ: `quantized_params(scaled_params(...), ...)`. With int8 activations inputs are
+    AWQ alone, without GPTQ, is `quantized_params(scaled_params(...), ...)`. With int8 activations inputs are
     rotated in blocks (`hadamard`) and not scaled.
 
     Args:
         params, config: the model, in floating point.
-        token_rows: token ids of the calibration text, a list per document; a few thousand tokens in all.
+        token_rows: token ids of the calibration text, a list per document, a few thousand tokens in total.
         quantize: "int8" or "int4".
-        group: inputs that share a scale; None: `group_size`.
-        activations: "int8": activations are quantized too; int8 then has a scale per output.
+        group: the number of inputs that share a scale. None: `group_size`.
+        activations: "int8": activations are quantized too. int8 then has a scale per output.
     """
     check_activations(activations, quantize, group)
     group = _ALL_INPUTS if activations and quantize == "int8" else group
@@ -112,7 +112,7 @@ def awq_params(
 
 
 def _rotated_inputs(x_MI: jax.Array) -> jax.Array:
-    """Rows, rotated as `in_blocks` rotates those of a matrix."""
+    """Returns the rows, rotated as `in_blocks` rotates the rows of a matrix."""
     width = input_block_width(x_MI.shape[1])
     return hadamard_rotate(x_MI, width) if width else x_MI
 
@@ -120,7 +120,9 @@ def _rotated_inputs(x_MI: jax.Array) -> jax.Array:
 def quantized_params(
     params: Params, quantize: str, group: int | None = None, activations: str | None = None
 ) -> Params:
-    """Returns parameters rounded to nearest, with the vocabulary in int8. Arguments as in `awq_params`."""
+    """Returns parameters rounded to nearest, with the vocabulary in int8. It takes the arguments of
+    `awq_params`.
+    """
     check_activations(activations, quantize, group)
     vocab_group = _ALL_INPUTS if activations else None
     group = vocab_group if quantize == "int8" and activations else group
@@ -154,7 +156,9 @@ def quantized_params(
 def scaled_params(
     params: Params, config: ModelConfig, token_rows: _TokenRows, quantize: str, group: int | None = None
 ) -> Params:
-    """Returns scaled floating-point parameters of the same function. Arguments as in `awq_params`."""
+    """Returns scaled floating-point parameters of the same function. It takes the arguments of
+    `awq_params`.
+    """
     check_supported(config, "scales", "activation-aware scales are", "round to nearest instead")
     quantize_args = _bits(quantize, group), group
     tokens_BT, calibration = _calibration_batch(config, token_rows)
@@ -197,7 +201,7 @@ def _keyed_layers(params: Params, config: ModelConfig) -> list[tuple[_LayerKey, 
 
 
 def _to_float32(layer: Params) -> Params:
-    """Returns the layer in float32; quantized matrices are dequantized."""
+    """Returns the layer in float32. Quantized matrices are dequantized."""
     to_float32 = lambda x: x.dequantize() if is_quantized(x) else x.astype(jnp.float32)  # noqa: E731
     return jax.tree.map(to_float32, layer, is_leaf=is_quantized)
 
@@ -215,8 +219,8 @@ def _bits(quantize: str, group: int | None) -> int:
 def _matrix_inputs(
     layer: Params, layer_key: _LayerKey, x_BTD, calibration: _Calibration
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the inputs of a layer's matrices, by part, and of the residual additions ("xo", "xdown"), as
-    outputs of a matrix would be; its output.
+    """Returns the inputs of a layer's matrices, by part, and the layer's output. The residual additions
+    ("xo", "xdown") are included, as outputs of a matrix would be.
     """
     config, _ = layer_key
     factor = config.residual_multiplier
@@ -243,7 +247,7 @@ def _attention_output(
 
 
 def _is_token(x_BTI: jax.Array, calibration: _Calibration) -> jax.Array:
-    """Which positions are tokens, not padding, bool [B, T, 1]."""
+    """Returns True at positions of tokens and False at padding, bool [B, T, 1]."""
     return (jnp.arange(x_BTI.shape[1]) < calibration.length_B[:, None])[..., None]
 
 
@@ -304,8 +308,8 @@ def _fold_scales(layer: Params, config: ModelConfig, scales: dict[str, jax.Array
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
     """Returns float parameters of the same function, in which one in 64 input channels of every matrix has
-    activations larger by a factor, to measure what quantization loses to them. Raises InputError where the
-    model has a part with which that is not supported.
+    activations larger by a factor, to measure the loss of quantization to them. Raises InputError if the
+    model has a part that does not support this.
     """
     check_supported(config, "scales", "artificial outliers are", "leave them out")
 

@@ -1,7 +1,7 @@
 """Quantization on the device: to nearest, or by GPTQ, which compensates its own errors on a calibration text.
 
 GPTQ solves least squares twice. First the float matrix is fitted: from the outputs of the quantized layers
-before it, it shall compute what the float model computes. Then its columns are quantized in order, and later
+before it, it shall compute the outputs of the float model. Then its columns are quantized in order, and later
 columns compensate the error of each (Frantar et al. 2022).
 """
 
@@ -30,7 +30,7 @@ def gptq_matrix(
         matrix_OI: float32, the float matrix.
         x_MI: float32, its inputs in the quantized model.
         wanted_MO: float32, its outputs in the float model.
-        bits, group: as in `quantize_matrix`.
+        bits, group: see `quantize_matrix`.
     """
     outputs, inputs = matrix_OI.shape
     gram_II, missing_OI = (np.asarray(a, np.float64) for a in _moments(matrix_OI, x_MI, wanted_MO))

@@ -1,4 +1,4 @@
-"""`LayerSpec`: what a decoder layer is made of. Layers with equal specs have parameters of equal shapes."""
+"""`LayerSpec`: the parts of a decoder layer. Layers with equal specs have parameters of equal shapes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -22,7 +22,9 @@ class FeedForwardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RouterSpec:
-    """What chooses the experts of each token. `plugins.TABLE` has the `Router` of each kind."""
+    """The settings of a router, which chooses the experts of each token. `plugins.TABLE` has the `Router` of
+    each kind.
+    """
 
     kind: ClassVar[str]
 
@@ -81,7 +83,7 @@ class ClampedSwiglu:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRouterSpec(RouterSpec):
-    """The experts with the largest scores; their weights are a softmax of scores."""
+    """A router that chooses the experts with the largest scores. Their weights are a softmax of scores."""
 
     kind = "softmax"
 
@@ -115,10 +117,12 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | None = MlpSpec()
     pre_norm: bool = True  # RMS norm of the inputs of mixers and feed-forward
     post_norm: bool = False  # RMS norm of their outputs
+    # Norms, the final one too, subtract the mean first (LayerNorm without a bias). Equal in all layers.
+    centered_norms: bool = False
     scalar: bool = False  # the layer's output is multiplied by a number
 
     def with_mixer(self, **changes: Any) -> "LayerSpec":
-        """The layer with these fields changed of the mixers that have them."""
+        """Returns the layer with these fields changed of the mixers that have them."""
         mixers = (
             dataclasses.replace(mixer, **changes) if all(hasattr(mixer, name) for name in changes) else mixer
             for mixer in self.mixers
@@ -126,22 +130,22 @@ class LayerSpec:
         return dataclasses.replace(self, mixers=tuple(mixers))
 
     def mixer_of(self, kind: str) -> Any:
-        """The spec of the mixer of a kind; None: the layer has none."""
+        """Returns the spec of the mixer of a kind. None: the layer has none."""
         return next((mixer for mixer in self.mixers if mixer.kind == kind), None)
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """The softmax attention; None: the layer has none."""
-        return self.mixer_of(AttentionSpec.kind)
+        """The softmax attention. None: the layer has none."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)), None)
 
     @property
     def mlp(self) -> MlpSpec | None:
-        """The MLP; None: the layer has none."""
+        """The MLP. None: the layer has none."""
         part = self.feed_forward
         return part if isinstance(part, MlpSpec) else getattr(part, "mlp", None)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The mixture of experts; None: the layer has none."""
+        """The mixture of experts. None: the layer has none."""
         part = self.feed_forward
         return part if isinstance(part, ExpertsSpec) else getattr(part, "experts", None)

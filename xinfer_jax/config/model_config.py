@@ -209,7 +209,7 @@ class ModelConfig:
 
 
 def flatten_config(config: ModelConfig) -> tuple[tuple[()], tuple[Any, ...]]:
-    """No leaves, and the config with all that `==` does not compare."""
+    """Returns no leaves, and the config with all that `==` does not compare."""
     kept = (
         tuple(config.eos_token_ids),
         tuple(config.placeholder_ids.items()),
@@ -222,12 +222,14 @@ jax.tree_util.register_pytree_with_keys(ModelConfig, flatten_config, lambda aux,
 
 
 def is_config(node: object) -> bool:
-    """Whether a node of a pytree is a config. As a leaf it is compared by `==`, without the EOS ids."""
+    """Returns True if a node of a pytree is a config. As a leaf, a config is compared by `==`, without the
+    EOS ids.
+    """
     return isinstance(node, ModelConfig)
 
 
 def _has_cache(spec: Any) -> bool:
-    """Whether a mixer has a cache of its own."""
+    """Returns True if a mixer has its own cache."""
     return not getattr(spec, "shares_kv", False)
 
 
@@ -241,7 +243,7 @@ def check_config(config: Any) -> None:
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
     """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
-    `longest` tokens. Raises InputError where the factors would change during generation: cached keys would be
+    `longest` tokens. Raises InputError if the factors would change during generation: cached keys would be
     wrong.
     """
     limit = config.rope.switches_at

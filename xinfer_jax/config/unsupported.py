@@ -1,4 +1,4 @@
-"""What is not supported for models with some parts: every such check asks the parts."""
+"""Checks of features that models with some parts do not support. Every such check asks the parts."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,11 @@ from .model_config import ModelConfig
 
 
 def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
-    """Raises InputError where the model has a part with which a feature is not supported. what: the feature
-    in the message, with its verb.
+    """Raises InputError if the model has a part that does not support a feature. what: the name of the
+    feature in the message, with its verb.
 
-    Features: "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD",
-    "draft model", and "causal" (hidden states that depend on no later token).
+    Features: "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD", "draft
+    model", and "causal" (hidden states that depend on no later token).
     """
     for part in _obstacles(config, feature):
         raise InputError(
@@ -20,12 +20,13 @@ def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -
 
 
 def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
-    """The parts of the model with which a feature is not supported."""
+    """Yields the parts of the model with which a feature is not supported."""
     layers = range(config.num_hidden_layers)
     for feed_forward in filter(None, map(config.feed_forward, layers)):
         yield from filter(None, [feed_forward.unsupported.get(feature)])
     specs = config.layers
-    if feature == "scales" and (config.norm_offset or any(x.post_norm or not x.pre_norm for x in specs)):
+    others = config.norm_offset or any(x.post_norm or not x.pre_norm or x.centered_norms for x in specs)
+    if feature == "scales" and others:
         yield "norms of another kind or in other places"
     if feature == "leaf formats" and any(spec.scalar for spec in specs):
         yield "layers whose output is scaled"
@@ -37,5 +38,7 @@ def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
 
 
 def check_causal(config: ModelConfig, what: str) -> None:
-    """Raises InputError where hidden states depend on later tokens. what: needs that they do not."""
+    """Raises InputError if hidden states depend on later tokens. what: the feature that needs causal hidden
+    states, for the message.
+    """
     check_supported(config, "causal", f"{what} is", "use hidden_states or embed_texts")

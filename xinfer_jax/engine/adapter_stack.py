@@ -1,5 +1,5 @@
-"""`AdapterStack`: the LoRA adapters that an engine holds, on its devices: of each matrix those of all,
-stacked. Adding one writes into the arrays, so it compiles nothing.
+"""`AdapterStack`: the LoRA adapters that an engine holds, on its devices. For each matrix, the matrices of
+all adapters are stacked. Adding an adapter writes into the arrays, so it compiles nothing.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,19 @@ _MAX_ROWS = 64  # arrays of `of_rows`, that are kept
 
 
 class AdapterStack:
-    """N adapters for the rows of an engine, and one of zeros; all of one rank R: lower ones end with zeros.
+    """N adapters for the rows of an engine, and one adapter of zeros. All have one rank R: adapters of a
+    lower rank end with zeros.
 
     Attributes:
-        paths: of the matrices that they may change.
+        paths: the paths of the matrices that they may change.
     """
 
     def __init__(
         self, params: Params, config: ModelConfig, number: int, rank: int, mesh: Mesh | None, create: Callable
     ):
-        """create: makes what a function returns on the devices of the parameters, if these are no mesh."""
+        """Makes the stack. create: calls a function and puts its result on the devices of the parameters, if
+        these are no mesh.
+        """
         dtype = activation_dtype(params)
         specs = row_matrices(config)
         self.paths = sorted(specs)
@@ -59,7 +62,7 @@ class AdapterStack:
         map_matrices(params, self.paths, empty)
 
     def of_rows(self, adapter_B: np.ndarray) -> jax.Array:
-        """The adapters of rows on the devices, once for all matrices; int32, -1: none."""
+        """Returns the adapters of rows on the devices, once for all matrices, int32. -1: none."""
         if (key := adapter_B.tobytes()) not in self._rows:
             if len(self._rows) >= _MAX_ROWS:
                 self._rows.clear()
@@ -82,7 +85,7 @@ class AdapterStack:
         return self._tree
 
     def set(self, run: Run, index: int, path: str, a: Any, b: Any, scale: float) -> None:
-        """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R; None: it has none."""
+        """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R. None: it has none."""
         self._tree = None  # the arrays are donated
         stack = self._stacks[path]
         own_a, own_b = (np.zeros((1, *x.shape[1:]), x.dtype) for x in stack)

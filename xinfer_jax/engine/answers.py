@@ -1,4 +1,6 @@
-"""`Answer`: what an engine has sampled for a request; callers read it from any thread or event loop."""
+"""`Answer`: the tokens that an engine has sampled for a request. Callers read it from any thread or event
+loop.
+"""
 
 import time
 from bisect import bisect_right
@@ -23,8 +25,8 @@ FINISH_REASONS = {"eos": "stop", "stop string": "stop", "deadline": "length"} | 
 
 
 class Switch(NamedTuple):
-    """When an answer's next keys and tokens came from parameters of another version. An answer begins with
-    one.
+    """A point in an answer after which keys and tokens come from another version of the parameters. An answer
+    begins with a switch.
     """
 
     version: int
@@ -35,7 +37,7 @@ class Switch(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What is new of an answer that another engine computes."""
+    """The new part of an answer that another engine computes."""
 
     start: int = 0  # tokens that were reported before; the next four are of those after them
     sampled: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""`AsyncSampling`: answers as arrays, for event loops, from and to token ids: what rollouts need."""
+"""`AsyncSampling`: answers as arrays, for event loops, from and to token ids, as rollouts need them."""
 
 import asyncio
 import dataclasses

@@ -1,10 +1,13 @@
-"""Whose row goes first: clients share the slots equally and, within their shares, the work of the model.
+"""The order of rows by client: clients share the slots equally and, within their shares, the work of the
+model.
 
-The tokens computed for each client are counted, and of two clients the one with fewer goes first (virtual
-token counter; Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). When a client without
-waiting rows submits one, its counter is raised to the smallest counter of the clients with waiting rows, or,
-if there are none, to that of the client that had the last waiting row. So a client saves up nothing while it
-is idle, and pays nothing for tokens computed while no other client waited.
+The engine counts the tokens that it computes for each client. Between two clients, the one with fewer tokens
+goes first (virtual token counter, Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
+
+When a client without waiting rows submits one, its counter is raised to the smallest counter of the clients
+with waiting rows. If there are none, it is raised to the counter of the client that had the last waiting row.
+So a client saves up nothing while it is idle, and pays nothing for tokens that were computed while no other
+client waited.
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ class Client:
 
 
 class Clients:
-    """All clients of an engine with so many slots, and the rows that wait."""
+    """All clients of an engine with this number of slots, and the rows that wait."""
 
     def __init__(self, slots: int):
         self._slots = slots
@@ -41,7 +44,7 @@ class Clients:
 
     @property
     def waiting(self) -> list[Any]:
-        """All rows without a slot, those of each client by rank."""
+        """All rows without a slot, with the rows of each client by rank."""
         return [row for client in self._clients.values() for row in client.waiting]
 
     @property
@@ -65,7 +68,7 @@ class Clients:
         insort(client.waiting, row, key=attrgetter("rank"))
 
     def take_slot(self, row: Any) -> None:
-        """A waiting row gets a slot, and overtakes the other clients that wait without one."""
+        """Records that a waiting row gets a slot, and overtakes the other clients that wait without one."""
         own = self.client_of(row)
         self._unqueue(row)
         own.slots += 1
@@ -77,7 +80,7 @@ class Clients:
                 client.overtaken += bool(client is not own and client.waiting and not client.slots)
 
     def overtake(self, row: Any, earlier: Iterable[Any]) -> None:
-        """A row got a slot before these earlier rows of its client."""
+        """Records that a row got a slot before these earlier rows of its client."""
         for other in earlier:
             other.overtaken += 1
         self.client_of(row).waiting.sort(key=attrgetter("rank"))
@@ -96,14 +99,14 @@ class Clients:
             self.client_of(row).tokens += prefilled + _DECODE_WEIGHT * decoded
 
     def next_row(self) -> Any:
-        """The row that gets the next slot; None if no row waits."""
+        """Returns the row that gets the next slot, or None if no row waits."""
         return next(iter(self.by_urgency(self.first_rows())), None)
 
     def first_rows(self) -> list[Any]:
         return [client.waiting[0] for client in self._clients.values() if client.waiting]
 
     def by_urgency(self, rows: Iterable[Any]) -> list[Any]:
-        """Rows of any clients, the most urgent first."""
+        """Returns rows of any clients, the most urgent first."""
         first: dict[str, Any] = {}
         for row in rows:
             if row.client not in first or row.rank < first[row.client].rank:
@@ -113,7 +116,7 @@ class Clients:
         return sorted(rows, key=lambda row: (orders[row.client], row.rank))
 
     def _client_order(self, row: Any, share: int) -> tuple[bool, int, bool, int, int, int]:
-        """The order of the client whose first row this is; the lowest goes first."""
+        """Returns the order of the client whose first row this is. The lowest goes first."""
         client = self.client_of(row)
         priority = row.priority
         if row.overtaken >= STARVATION_LIMIT:  # it is the client's first row, but its client goes no sooner
@@ -124,8 +127,8 @@ class Clients:
         return not starved, urgency, beyond_share, client.tokens, client.slots, row.arrival
 
     def beyond_share(self, with_slots: Iterable[Any]) -> list[Any]:
-        """The rows that clients have beyond their share of the slots, in the order to preempt them: each time
-        the last by rank of the client with the most slots.
+        """Returns the rows that clients have beyond their share of the slots, in the order to preempt them:
+        each time the last by rank of the client with the most slots.
         """
         rows = list(with_slots)
         found = list[Any]()
@@ -147,7 +150,9 @@ class Clients:
             self._last_waiting = client
 
     def _forget_if_idle(self, name: str) -> None:
-        """Moves a client that became idle to the end, and forgets those idle for the longest time."""
+        """Moves a client that became idle to the end, and forgets the clients that have been idle for the
+        longest time.
+        """
         if self._clients[name].is_active:
             return
         self._clients.move_to_end(name)

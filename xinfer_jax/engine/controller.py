@@ -56,13 +56,15 @@ class Leader:
 
     @params.setter
     def params(self, params: Params) -> None:
-        """Replaces the parameters in all processes; each has given its own to `Device.next_params`."""
+        """Replaces the parameters in all processes. Each process has given its parameters to
+        `Device.next_params`.
+        """
         self._device.next_params = params
         self._call("adopt_params")
 
     def ask_for_params(self, directory: str | None) -> None:
-        """Lets `Follower.run` return in the other processes. directory: that has the new weights; None: each
-        process gives its own part.
+        """Lets `Follower.run` return in the other processes. directory: the directory with the new weights.
+        None: each process gives its own part.
         """
         self._channel.send(_UPDATE, directory)
 
@@ -79,7 +81,7 @@ class Leader:
         return result
 
     def close(self) -> None:
-        """Ends `Follower.run` in the other processes; safe to call again."""
+        """Ends `Follower.run` in the other processes. It is safe to call again."""
         self._channel.send(_CLOSE)
         self._channel.end()
 
@@ -89,7 +91,7 @@ class Follower:
 
     Attributes:
         wants_params: process 0 waits for this process's part of new weights.
-        directory: that has these weights; None: the caller has them.
+        directory: the directory with these weights. None: the caller has them.
     """
 
     def __init__(self, device: Device, channel: ControlChannel):

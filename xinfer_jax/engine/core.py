@@ -35,17 +35,17 @@ _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
 class EngineCore:
-    """Executes what the scheduler decides. One thread at a time may call it.
+    """Executes the decisions of the scheduler. One thread at a time may call it.
 
     Args:
-        device: of this process, or the `Leader` of all processes.
+        device: the `Device` of this process, or the `Leader` of all processes.
         notify: is called with requests that have new tokens, or have ended.
-        is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
-        files: for pages; None: none.
-        adapter_paths: of the matrices that adapters may change.
+        is_ready: returns True if the programs of these stages (of `Device.stages`) are compiled.
+        files: the files for pages. None: there are none.
+        adapter_paths: the paths of the matrices that adapters may change.
 
     Attributes:
-        answers: that have not ended, by their rows.
+        answers: the answers that have not ended, by their rows.
         weights: the part that replaces parameters and adapters.
     """
 
@@ -109,7 +109,7 @@ class EngineCore:
         self._notify(requests)
 
     def hold(self, holds: bool) -> None:
-        """From now on no answer starts; holds: False: they do again."""
+        """Holds back new answers: no answer starts until `hold(False)` is called."""
         self._holds = holds
         for answer in self.answers.values() if holds else ():
             if not answer.has_begun and answer not in self._held:
@@ -118,11 +118,11 @@ class EngineCore:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all answers that had started when `hold` was called have ended."""
+        """Returns True if all answers that had started when `hold` was called have ended."""
         return not any(answer.has_begun for answer in list(self.answers.values()))
 
     def restart(self, answer: Answer) -> None:
-        """Lets a row compute its keys anew; then it goes on from the token sampled last."""
+        """Lets a row compute its keys again. Then it continues from the token that it sampled last."""
         row = answer.row
         if row.is_prefilled:
             state, *_ = self._swapped.get(answer) or (self.device.get_row(row.slot),)
@@ -133,7 +133,7 @@ class EngineCore:
         self.scheduler.restart(row, answer.ids_with_keys)
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
-        """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
+        """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns True if there was
         anything to do. If the parameters were donated or deleted, all requests fail, and later ones too until
         `WeightSwitch.switch`.
         """
@@ -173,11 +173,11 @@ class EngineCore:
 
     @property
     def _is_live(self) -> bool:
-        """Whether a caller may stream a running row, and other requests may come meanwhile."""
+        """Returns True if a caller may stream a running row, and other requests may come meanwhile."""
         return any(self.answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
-        """The stages of `Device.stages` that an answer needs beside the first."""
+        """Returns the stages of `Device.stages` that an answer needs in addition to the first."""
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
@@ -245,7 +245,7 @@ class EngineCore:
 
     def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
         """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
-        prompt; and the tokens whose `Alternatives` are asked for, and these.
+        prompt, then the tokens whose `Alternatives` are asked for, and these alternatives.
         """
         row = chunk.row
         end = chunk.start + chunk.count
@@ -261,7 +261,7 @@ class EngineCore:
         return outputs, targets, self.device.prefill_with_logprobs(*args, targets, variant)
 
     def lend_pages(self, row: Row) -> None:
-        """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
+        """Gives a row that needs no slot pages for all of its tokens. Other rows are preempted for them."""
         self._execute(self.scheduler.lend_pages(row, row.longest))
 
     def sample_firsts(self) -> None:
@@ -286,8 +286,8 @@ class EngineCore:
         self._append_all(firsts, out)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
-        """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
-        are not computed yet does not take part.
+        """Decodes the running rows for a limited time or, while others wait, until a row ends. A row whose
+        masks are not computed yet does not take part.
         """
         scheduler = self.scheduler
         tokens_per_step = 1 + self.shape.num_draft_tokens
@@ -317,8 +317,8 @@ class EngineCore:
         self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
-        """The running rows whose masks are not computed yet. The others wait a moment for those whose last
-        mask came soon.
+        """Returns the running rows whose masks are not computed yet. The others wait a moment for rows whose
+        last mask came soon.
         """
         running = self.scheduler.running
         constrained = _with_masks(self.answers[row] for row in running)
@@ -339,8 +339,8 @@ class EngineCore:
         return {answer.row for answer in late}
 
     def _masks(self, answers: Sequence[Answer]) -> np.ndarray | None:
-        """uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
-        whose grammar fails ends.
+        """Returns uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next. None: all. A
+        request whose grammar fails ends.
         """
         constrained = _with_masks(answers)
         if not constrained:
@@ -364,7 +364,7 @@ class EngineCore:
         self._notify({answer.request for answer in answers.values()})
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
-        """Appends a row's tokens to its answer. Returns whether the answer has ended."""
+        """Appends a row's tokens to its answer. Returns True if the answer has ended."""
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
@@ -395,13 +395,13 @@ class EngineCore:
         return ended
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """Ends a request; other requests continue."""
+        """Ends a request. Other requests continue."""
         request.fail(error)
         self._end_all(request, "error", valid=False)
         self._notify([request])
 
     def _fail_without_params(self) -> bool:
-        """Fails all requests if parameters were donated or deleted. Returns whether they were."""
+        """Fails all requests if parameters were donated or deleted. Returns True if they were."""
         if not is_deleted(getattr(self.device, "params", None)):
             return False
         error = InputError(
@@ -436,7 +436,9 @@ class EngineCore:
 
 
 def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:
-    """What the device makes the row of an answer of. masks_BQW: of all slots, where a row has masks."""
+    """Returns the values from which the device makes the row of an answer. masks_BQW: the masks of all slots.
+    They are read if the row has masks.
+    """
     call = answer.request.call
     dfa = answer.matcher and answer.matcher.dfa
     masks_QW = None
@@ -447,17 +449,17 @@ def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:
 
 
 def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
-    """`greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
+    """Returns `greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
     requests = {slot: answer.request for slot, answer in answers.items()}
     recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
     return all(request.call.greedy for request in requests.values()), recorded
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:
-    """The answers whose grammar needs the host for the mask of each token."""
+    """Returns the answers whose grammar needs the host for the mask of each token."""
     return [answer for answer in answers if isinstance(answer.matcher, Matcher)]
 
 
 def _has_masks(answer: Answer) -> bool:
-    """Whether the masks of its next token are computed, or it needs none."""
+    """Returns True if the masks of the answer's next token are computed, or if the answer needs none."""
     return not isinstance(answer.matcher, Matcher) or answer.matcher.wait()

@@ -2,7 +2,7 @@
 copies of rows and pages.
 
 Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A call
-that samples adds empty columns, and returns them apart from the rows.
+that samples adds empty columns, and returns them separately from the rows.
 
 A row's bits do not depend on the number of decode steps in a call: its whole state is kept between two calls.
 """
@@ -33,14 +33,14 @@ _LOGITS_TOKENS = 16  # tokens of a prompt whose logits exist at the same time
 
 
 class CacheArrays(NamedTuple):
-    """What the caches of all slots are made of."""
+    """The arrays of which the caches of all slots consist."""
 
     pools: Any  # (k, v) of each mixer with keys, and of routes if they are recorded
     states: Any  # the cache of each mixer without keys
 
 
 class RowSteps(NamedTuple):
-    """How the rows of an engine sample tokens, which decides on the program."""
+    """The settings by which the rows of an engine sample tokens. They decide on the program."""
 
     strategy: Any  # `Plain`, or `Speculative` by prompt lookup
     capacity: int
@@ -48,7 +48,7 @@ class RowSteps(NamedTuple):
 
 
 class RowsCall(NamedTuple):
-    """What differs between two calls that sample tokens of an engine's rows."""
+    """The arguments that differ between two calls that sample tokens of an engine's rows."""
 
     running_B: Any  # bool: the rows that take part
     wanted_B: Any  # bool: the rows whose alternatives are recorded
@@ -61,12 +61,12 @@ class RowsCall(NamedTuple):
 def paged_cache(
     config: ModelConfig, caches: CacheArrays, tables: Iterable[Any], capacity: int, lengths: tuple
 ) -> KVCache:
-    """A cache of rows over the pools of all pages, the last of routes if they are recorded, and the recurrent
-    states of these rows.
+    """Returns a cache of rows over the pools of all pages, the last of routes if they are recorded, and the
+    recurrent states of these rows.
 
     Args:
         tables: the block table, once or for each pool.
-        lengths: [B] each: tokens of each row, tokens of its prompt and answer, whether some were dropped.
+        lengths: [B] each: tokens of each row, tokens of its prompt and answer, True if some were dropped.
     """
     states = iter(caches.states)
     pools = zip(caches.pools, itertools.cycle(tables), strict=False)
@@ -85,21 +85,21 @@ def paged_cache(
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
+    """Returns (k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
     paged = cache.kv_layers if cache.routed_experts is None else (*cache.kv_layers, cache.routed_experts)
     return tuple((layer.k, layer.v) for layer in paged)
 
 
 def cache_states(cache: KVCache) -> tuple[Any, ...]:
-    """The layers of a cache with recurrent states."""
+    """Returns the layers of a cache with recurrent states."""
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
 def sample_one_token(
     executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
 ) -> tuple[DecodeState, SampledTokens]:
-    """The rows of all slots after one token of the running ones, and this token. args: what `sample` takes,
-    of all slots; and the call.
+    """Returns the rows of all slots after one token of the running ones, and this token. args: the arguments
+    of `sample`, for all slots, and the call.
     """
     outputs, call = args
     own, state, _ = _begin(executor, steps, rows, call)
@@ -110,8 +110,8 @@ def sample_one_token(
 def decode_rows(
     executor: Executor, steps: RowSteps, arrays: tuple[DecodeState, CacheArrays], args: tuple
 ) -> tuple[DecodeState, CacheArrays, SampledTokens]:
-    """The rows of all slots and their caches after the steps of a call, and what the running rows sampled.
-    args: the parameters, the rows' `Extras`, and a `RowsCall`.
+    """Returns the rows of all slots and their caches after the steps of a call, and the tokens that the
+    running rows sampled. args: the parameters, the rows' `Extras`, and a `RowsCall`.
     """
     rows, caches = arrays
     *model, call = args
@@ -127,8 +127,11 @@ def decode_rows(
 
 
 def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCall) -> tuple[Any, Any, Any]:
-    """The leaves of the rows that `_end` puts back, by index; the state of a call, in which the rows that do
-    not run are inactive, with columns for the output; and the `lengths` of a cache.
+    """Begins a call. Returns three values:
+
+    - the leaves of the rows that `_end` puts back, by index,
+    - the state of a call, in which the rows that do not run are inactive, with columns for the output,
+    - the `lengths` of a cache.
     """
     leaves, output, lengths = executor.call(_BEGIN, rows, call.running_B, call.wanted_B, steps.recorded)
     own = {i: x for i, x in enumerate(jax.tree.leaves(rows)) if i in leaves}
@@ -138,8 +141,8 @@ def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCal
 def _end(
     executor: Executor, rows: DecodeState, own: Any, state: DecodeState, counts: Any = None
 ) -> tuple[DecodeState, SampledTokens]:
-    """The rows without output, and the output. The host reads only the output: an array of the rows that the
-    host has a view of could not be donated. counts: `SpeculationState`.
+    """Returns the rows without output, and the output. The host reads only the output: an array of the rows
+    that the host has a view of could not be donated. counts: `SpeculationState`.
     """
     count_B, finished_B = executor.call(_END, state.length_B, state.output_start_B, state.finished_B)
     drafts = () if counts is None else (counts.passes_B, counts.accepted_B)
@@ -151,13 +154,15 @@ def _end(
 
 
 def _with_leaves(rows: DecodeState, leaves: dict[int, Any]) -> DecodeState:
-    """The rows with these leaves, by index, in place of their own."""
+    """Returns the rows with these leaves, by index, in place of their own."""
     old, tree = jax.tree.flatten(rows)
     return jax.tree.unflatten(tree, [leaves.get(i, x) for i, x in enumerate(old)])
 
 
 def _begin_call(rows, running_B, wanted_B, recorded):
-    """What `_begin` needs, in arrays of their own: the other leaves of the rows stay where they are."""
+    """Returns the leaves that `_begin` needs, in arrays of their own. The other leaves of the rows stay where
+    they are.
+    """
     (B, V) = rows.context.seen_BV.shape
     active_B = rows.active_B & running_B
     selected = dataclasses.replace(
@@ -191,7 +196,7 @@ def _end_call(length_B, start_B, finished_B):
 
 
 def _target_logprobs(params, config, hidden_1TD, target_T):
-    """`Alternatives` of the token after each position, `target_T`."""
+    """Returns `Alternatives` of the token after each position, `target_T`."""
 
     def part(pair):
         hidden_TD, target_T = pair

@@ -25,7 +25,7 @@ from .row import Row
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """What an endpoint does for an answer."""
+    """The work of an endpoint for an answer."""
 
     ticket: int
     endpoint: Any  # with the methods and attributes of `EngineEndpoint`: of this process, or of another
@@ -35,9 +35,9 @@ class Job:
 
 
 class Dispatcher:
-    """Gives answers to endpoints, where an `EngineCore` would compute them. If an endpoint fails, its prompts
-    go to another; the requests whose pages were there fail. The thread of one engine calls it, also for
-    events of endpoints: `progress` to `return_pages`.
+    """Gives answers to endpoints, in place of an `EngineCore` that would compute them. If an endpoint fails,
+    its prompts go to another endpoint, and the requests whose pages were there fail. The thread of one engine
+    calls the methods, also for events of endpoints: `progress` to `return_pages`.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class Dispatcher:
         wait: Callable[[], None],
         prefix_cache: bool = True,
     ):
-        """notify: is called with requests that have new tokens, or have ended; wait: waits a moment for
-        events or requests; prefix_cache: whether endpoints have one.
+        """Makes a dispatcher. notify: a function that is called with requests that have new tokens, or have
+        ended. wait: a function that waits a moment for events or requests. prefix_cache: True: endpoints have
+        one.
         """
         self.endpoints: list[Any] = []  # that have not failed
         self._notify = notify
@@ -72,7 +73,7 @@ class Dispatcher:
             self._end(request, reason)
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
-        """Notifies of what has happened, and waits a moment. Returns whether any request is unfinished."""
+        """Reports events, and waits a moment. Returns True if any request is unfinished."""
         for endpoint in list(self.endpoints):
             if endpoint.error is not None:
                 self.lose(endpoint)
@@ -87,15 +88,15 @@ class Dispatcher:
         """Does nothing: who made the endpoints closes them."""
 
     def forget_prompts(self) -> None:
-        """The endpoints have new weights, and no pages of earlier prompts."""
+        """Notes that the endpoints have new weights, and no pages of earlier prompts."""
         self._router.given.clear()
 
     def of_role(self, role: str) -> list[Any]:
         return [endpoint for endpoint in self.endpoints if endpoint.role == role and endpoint.error is None]
 
     def lose(self, endpoint: Any) -> None:
-        """An endpoint has failed: its prompts go to another, and so do rows whose pages have not left the
-        endpoint that prefilled them. Other requests fail.
+        """Handles the failure of an endpoint: its prompts go to another, and so do rows whose pages have not
+        left the endpoint that prefilled them. Other requests fail.
         """
         self.endpoints.remove(endpoint)
         self._router.remove(endpoint)
@@ -116,7 +117,7 @@ class Dispatcher:
     # --- events of endpoints ------------------------------------------------------------------------------
 
     def progress(self, ticket: int, new: Progress) -> None:
-        """New tokens. After a prompt was given to another endpoint, its first token comes again."""
+        """Handles new tokens. After a prompt was given to another endpoint, its first token comes again."""
         job = self._jobs.get(ticket)
         if job is None or self._current.get(job.answer) is not job:
             return
@@ -134,28 +135,32 @@ class Dispatcher:
             self._drop(self._current.pop(answer))
 
     def pull(self, ticket: int, shardings: Any) -> None:
-        """A row has room where it is decoded."""
+        """Handles the event that a row has room at the endpoint that decodes it."""
         if source := self._source(ticket):
             source.endpoint.send(source.ticket, ticket, shardings)
 
     def pages(self, ticket: int, contents: Any) -> None:
-        """The state and pages of a row are on their way to the endpoint that decodes it."""
+        """Handles the event that the state and pages of a row are on their way to the endpoint that decodes
+        it.
+        """
         if job := self._jobs.get(ticket):
             job.endpoint.receive(ticket, contents)
 
     def arrived(self, ticket: int) -> None:
-        """The state and pages of a row are where it is decoded."""
+        """Handles the event that the state and pages of a row have arrived at the endpoint that decodes
+        it.
+        """
         if source := self._source(ticket):
             self._jobs[ticket].arrived = True
             source.endpoint.release(source.ticket)
 
     def invalid(self, ticket: int) -> None:
-        """The numbers of a row are not finite."""
+        """Handles the event that the numbers of a row are not finite."""
         if source := self._source(ticket):
             source.endpoint.forget(source.ticket)
 
     def return_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Pages of an answer, for the prefix cache of the endpoint that prefilled its prompt."""
+        """Returns pages of an answer to the prefix cache of the endpoint that prefilled its prompt."""
         if source := self._source(ticket):
             source.endpoint.cache_pages(source.ticket, ids, first, contents)
 
@@ -169,7 +174,7 @@ class Dispatcher:
         return [answer.row for answer, job in self._current.items() if job.endpoint is endpoint]
 
     def _queued_tokens(self) -> dict[Any, int]:
-        """The tokens of prompts that each endpoint has not prefilled."""
+        """Returns the tokens of prompts that each endpoint has not prefilled."""
         return {
             endpoint: sum(len(row.ids) - row.num_computed for row in self._rows_at(endpoint))
             for endpoint in self.of_role("prefill")
@@ -222,7 +227,7 @@ class Dispatcher:
             self._drop(self._current.pop(answer, None))
 
     def _drop(self, job: Job | None) -> None:
-        """Endpoints have no more to do for an answer."""
+        """Ends the work of endpoints for an answer."""
         while job:
             self._jobs.pop(job.ticket, None)
             job.endpoint.drop(job.ticket)

@@ -29,8 +29,8 @@ ELSEWHERE = object()  # stands for the state and pages of a row that another eng
 
 @dataclasses.dataclass
 class _Work:
-    """An answer at an endpoint, and what the dispatcher has of it: its tokens, log-probabilities of its
-    prompt, and its end.
+    """An answer at an endpoint, and the parts of it that the dispatcher has: its tokens, log-probabilities of
+    its prompt, and its end.
     """
 
     answer: Answer
@@ -63,7 +63,9 @@ class EngineEndpoint:
         return self._engine.error
 
     def example_row(self) -> Any:
-        """Arrays as `receive` takes them, of a row with one group of pages, before the engine has rows."""
+        """Returns arrays as `receive` takes them, of a row with one group of pages, before the engine has
+        rows.
+        """
         return self._core.example_row()
 
     def submit(self, ticket: int, answer: Answer) -> None:
@@ -83,31 +85,31 @@ class EngineEndpoint:
             self._engine.enqueue([request])
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
-        """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`; None:
-        those of this engine.
+        """Sends a prefilled row to the endpoint that knows it by the ticket `target`. shardings: the
+        shardings of `pull`. None: this engine's.
         """
         deliver = partial(self._emit, "pages", target)
         self._call_soon(ticket, lambda answer: self._core.send(answer.row, shardings, deliver))
 
     def receive(self, ticket: int, contents: Any) -> None:
-        """The state and pages of a row have arrived here."""
+        """Handles the event that the state and pages of a row have arrived here."""
         self._call_soon(ticket, lambda answer: self._core.arrive(answer, contents))
 
     def fail(self, ticket: int, error: BaseException) -> None:
-        """The state and pages of a row were lost: its request fails."""
+        """Fails the request of a row whose state and pages were lost."""
         self._call_soon(ticket, lambda answer: self._core.lose(answer, error))
 
     def release(self, ticket: int) -> None:
-        """A prefilled row has arrived elsewhere: its slot and pages are free."""
+        """Frees the slot and pages of a prefilled row, which has arrived elsewhere."""
         self._call_soon(ticket, lambda answer: self._core.release(answer.row))
 
     def forget(self, ticket: int) -> None:
-        """The numbers of a row were not finite: no other prompt finds its pages."""
+        """Handles a row whose numbers were not finite: no other prompt finds its pages."""
         self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
-        pages, those from `first` on, as `Device.copy_pages` gives them.
+        """Keeps pages that another engine decoded in the prefix cache. The tokens are `ids`, the prompt and
+        more in full pages. The pages are the ones from `first` on, in the form of `Device.copy_pages`.
         """
         prefilled = self._answers[ticket].prefilled if ticket in self._answers else None
 
@@ -120,7 +122,7 @@ class EngineEndpoint:
         self._call_soon(ticket, cache)
 
     def drop(self, ticket: int) -> None:
-        """Ends the work for a ticket, and frees what it has here."""
+        """Ends the work for a ticket, and frees its slot and pages here."""
         if work := self._answers.get(ticket):
             self._engine.cancel(work.answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
@@ -133,7 +135,7 @@ class EngineEndpoint:
             self._engine.call_soon(lambda: call(work.answer))
 
     def _report(self, ticket: int) -> None:
-        """On the engine's thread: sends what is new of an answer."""
+        """Sends the new part of an answer. Runs on the engine's thread."""
         work = self._answers.get(ticket)
         if work is None or work.ended or self.error is not None:
             return
@@ -152,10 +154,12 @@ class EngineEndpoint:
 
 
 class RoleCore(EngineCore):
-    """What both roles need to move rows."""
+    """The methods that both roles need to move rows."""
 
     def example_row(self) -> Any:
-        """What `PrefillCore.send` delivers: the state with recurrent states, and here one group of pages."""
+        """Returns an example of the values that `PrefillCore.send` delivers: the state with recurrent states,
+        and one group of pages.
+        """
         return self.device.get_row(0), self.device.copy_pages([0])[0]
 
     @cached_property
@@ -170,8 +174,8 @@ class RoleCore(EngineCore):
 
 class PrefillCore(RoleCore):
     """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot
-    and pages until these have arrived at the engine that decodes it; while that is full, no more prompts get
-    a slot here.
+    and pages until these have arrived at the engine that decodes it. While that engine is full, no more
+    prompts get a slot here.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -184,12 +188,13 @@ class PrefillCore(RoleCore):
 
     @property
     def _is_live(self) -> bool:
-        """Engines that decode wait for first tokens, whether callers stream or not."""
+        """Returns True: engines that decode wait for first tokens, whether callers stream or not."""
         return True
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
-        `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
+        the `placement` of the engine that decodes. None: this engine's. deliver: a function that is called
+        with the copies.
         """
         if row not in self._prefilled:
             return
@@ -237,12 +242,12 @@ class PrefillCore(RoleCore):
 
 class DecodeCore(RoleCore):
     """Decodes rows that another engine prefilled. They come as preempted rows do, and their pages are pulled
-    once the scheduler gives them a slot; rows that decode go on meanwhile. Keys that an update wants anew it
-    computes itself, by programs that are compiled then.
+    once the scheduler gives them a slot. Rows that decode continue meanwhile. If an update needs keys to be
+    computed again, this engine computes them, by programs that are compiled then.
     """
 
     def lose(self, answer: Answer, error: BaseException) -> None:
-        """The state and pages of a row will not come: its request fails."""
+        """Fails the request of a row whose state and pages will not come."""
         if self._is_elsewhere(answer):
             self._fail(answer.request, error)
 
@@ -252,7 +257,9 @@ class DecodeCore(RoleCore):
         self._outdated: set[Answer] = set()  # whose keys are computed anew once they have arrived
 
     def expect(self, answer: Answer, emit: Callable[..., None]) -> None:
-        """Before `add`: the row's state and pages are elsewhere. emit: reports an event of its row."""
+        """Notes that the row's state and pages are elsewhere. Call it before `add`. emit: a function that
+        reports an event of the row.
+        """
         self._swapped[answer] = ELSEWHERE
         self._emits[answer] = emit
 
@@ -278,8 +285,9 @@ class DecodeCore(RoleCore):
             super().restart(answer)
 
     def arrive(self, answer: Answer, contents: Any) -> None:
-        """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
-        it is an ordinary preempted row from now on. A row with outdated keys computes them here.
+        """Puts the state and pages of a row into the slot and pages that the scheduler gave it. If the row
+        was preempted meanwhile, it is an ordinary preempted row from now on. A row with outdated keys
+        computes them here.
         """
         if not self._is_elsewhere(answer):  # it arrived before, or has ended
             return

@@ -1,5 +1,5 @@
-"""`LocalEngine`: a scheduler and device programs that answer its requests; or several engines with roles,
-which it gives them to.
+"""`LocalEngine`: a scheduler and device programs that answer its requests, or several engines with roles, to
+which it gives the requests.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class LocalEngine(EngineLoop):
 
     Attributes:
         about: one line about its size, and the seconds until it was ready.
-        role: as in `EngineOptions`.
-        follower: in processes other than process 0.
-        channel: to other processes; None: there are none.
+        role: see `EngineOptions`.
+        follower: the follower, in processes other than process 0.
+        channel: the channel to other processes. None: there are none.
         memory: the bytes that it takes.
     """
 
@@ -112,12 +112,14 @@ class LocalEngine(EngineLoop):
         dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]
 
     def endpoint(self, emit: Callable[..., None]) -> EngineEndpoint:
-        """This engine, which has a role, for a `Dispatcher`. emit: takes its events."""
+        """Returns this engine, which has a role, for a `Dispatcher`. emit: takes its events."""
         return EngineEndpoint(self, self.core, emit)
 
     @property
     def engines(self) -> Sequence["LocalEngine"]:
-        """The engines that answer: this one; with roles, those that prefill and then those that decode."""
+        """The engines that answer: this one or, with roles, the ones that prefill and then the ones that
+        decode.
+        """
         return self._roles or (self,)
 
     @property
@@ -171,7 +173,7 @@ class LocalEngine(EngineLoop):
             self.core.forget_prompts()
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` but for the times."""
+        """Returns the fields of `EngineStats` except the times."""
         counts = self.core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(
@@ -183,8 +185,8 @@ class LocalEngine(EngineLoop):
 
     @property
     def last_step_time(self) -> float:
-        """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
-        compiled. Its thread takes a step a second at least.
+        """The time at which the last step ended, by time.monotonic(). While a step waits for a program that
+        is being compiled, it is the current time. The engine's thread takes at least one step per second.
         """
         if self._roles:
             return min(engine.last_step_time for engine in self._roles)
@@ -219,8 +221,8 @@ class LocalEngine(EngineLoop):
 
 
 def given_options(model: Model, options: EngineOptions | None, settings: EngineSettings) -> EngineOptions:
-    """Returns the options of an engine, with adapters that are read. settings: in place of their fields.
-    Raises InputError.
+    """Returns the options of an engine, with adapters that are read. settings: values in place of their
+    fields. Raises InputError.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {format_value(model)}")

@@ -1,14 +1,15 @@
-"""What an engine has on its device: parameters, pages and rows, and the programs that change them. No row
-affects another.
+"""The arrays of an engine on its device (parameters, pages and rows), and the programs that change them. No
+row affects another.
 
 prefill chunk ─ prefill ─► pages; the last chunk's outputs ─ put_first, sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
 
-On one CPU the host calls the programs of each step (`LayerwiseExecutor`): what it compiles does not grow with
-the layers, greedy rows need no sampler, and another model width compiles nothing. Every token of a row comes
-from the same programs, whatever is compiled already: an engine never switches to the loop over the whole
-model, whose steps are faster once it is compiled, since the last bits of log-probabilities would change. Only
-draft tokens need that loop.
+On one CPU the host calls the programs of each step (`LayerwiseExecutor`). So the number of compiled programs
+does not grow with the layers, greedy rows need no sampler, and another model width compiles nothing.
+
+Every token of a row comes from the same programs, whatever is compiled already. The loop over the whole model
+has faster steps once it is compiled, but an engine never switches to it: the last bits of log-probabilities
+would change. Only draft tokens need that loop.
 """
 
 import dataclasses
@@ -71,18 +72,19 @@ class Device:
 
     Attributes:
         params, config: the model.
-        next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
+        next_params: the parameters that `adopt_params` sets. Over several processes each process sets its
+            own.
         pools: (k, v) of each mixer with keys.
         states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
-        host: pages in host memory; None: none, or this is a dry run.
-        adapters: None: it has none.
+        host: pages in host memory. None: there are none, or this is a dry run.
+        adapters: the adapters. None: it has none.
     """
 
     def __init__(
         self, params: Params, config: ModelConfig, shape: EngineShape, run: Run, dry_run: bool = False
     ):
-        """dry_run: pages and states are shapes."""
+        """Makes the arrays and programs. dry_run: True: pages and states are shapes."""
         self.config = config
         self.adapters: AdapterStack | None = None
         self.params = params
@@ -120,13 +122,13 @@ class Device:
             x.delete()
 
     def restore_cache(self) -> None:
-        """Allocates what `release_cache` freed, with the shardings that it had."""
+        """Allocates the arrays that `release_cache` freed, with their earlier shardings."""
         cache = self._empty_cache()
         placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
         self.pools, self.states, self._snapshots = placed
 
     def new_rows(self, new: Sequence[NewRow]) -> DecodeState:
-        """Rows before their first token."""
+        """Returns rows before their first token."""
         rows = self._put(self._initial_rows(new))
         held = self._shape.processors
         if not held:
@@ -135,7 +137,9 @@ class Device:
         return start_rows(callers, np.arange(len(new)), rows, self._run)
 
     def draft_tokens(self) -> np.ndarray:
-        """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
+        """Returns, int32 [B, draft tokens], the draft tokens that the next step of `decode` verifies. Call it
+        only if there are draft tokens.
+        """
         return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
 
     def prefill(
@@ -149,10 +153,15 @@ class Device:
         is_final: bool = True,
         variant: Variant = PLAIN,
     ) -> Any:
-        """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
-        outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
-        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
-        same ids next, from the same state. variant: the row's.
+        """Prefills ids into these pages of the row in a slot. Returns the outputs of the last id, for
+        `sample_first`.
+
+        Args:
+            start: the position of the first id.
+            longest: the number of tokens of its prompt and answer.
+            is_full: True: the program of a full chunk runs, otherwise the program of a page.
+            is_final: False: `prefill_with_logprobs` prefills the same ids next, from the same state.
+            variant: the variant of the row.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
@@ -171,8 +180,8 @@ class Device:
         targets: Sequence[int],
         variant: Variant = PLAIN,
     ) -> Any:
-        """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
-        are `targets`; no processor is applied.
+        """Prefills at most a page, as `prefill` does. Returns `Alternatives` of the tokens after the ids,
+        which are `targets`. No processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
@@ -183,7 +192,7 @@ class Device:
         return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
     def put_first(self, slot: int, outputs: Any) -> None:
-        """Keeps what the last `prefill` of the row in a slot returned, for `sample_first`."""
+        """Keeps the result of the last `prefill` of the row in a slot, for `sample_first`."""
         logits = self._executor().logits(self._model, outputs)
         if self._first_outputs is None:
             self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
@@ -215,10 +224,13 @@ class Device:
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
         recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
-        """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
-        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step; None: all.
-        variants: of the slots that have one.
+        """Decodes the rows in these slots, whose pages are given. It takes up to `steps` steps, fewer if all
+        rows have ended, or if one has. With draft tokens a step may append several tokens.
+
+        Args:
+            greedy, recorded: see `sample_first`.
+            masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
+            variants: the variants of the slots that have one.
         """
         self._set_masks(masks_BQW)
         executor = self._decoder(greedy)
@@ -239,7 +251,9 @@ class Device:
     def _rows_call(
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
     ) -> tuple[RowSteps, RowsCall]:
-        """How the rows in these slots sample. A program of the whole model decides itself what to record."""
+        """Returns the settings and arguments with which the rows in these slots sample. A program of the
+        whole model itself decides what it records.
+        """
         every_B = np.arange(self._shape.rows)
         most = 3 if self._shape.support else 2
         most = max(recorded.values(), default=0) if executor.host_steps else most
@@ -247,18 +261,20 @@ class Device:
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
-        """What prefills prompts and samples first tokens. greedy: the rows use no sampling setting."""
+        """Returns the executor that prefills prompts and samples first tokens. greedy: the rows use no
+        sampling setting.
+        """
         executor: Executor = self._executor_class(RunConfig(self._shape.impl), self._run, greedy)
         return executor
 
     def _decoder(self, greedy: bool) -> Executor:
-        """What decodes: draft tokens need the loop over the whole model."""
+        """Returns the executor that decodes. Draft tokens need the loop over the whole model."""
         if self._shape.num_draft_tokens:
             return TracedExecutor(RunConfig(self._shape.impl), self._run)
         return self._executor(greedy)
 
     def _set_masks(self, masks_BQW: Any) -> None:
-        """Rows keep masks until the next call."""
+        """Sets the masks of rows. Rows keep them until the next call."""
         if (has_masks := masks_BQW is not None) or self._has_masks:
             old = self.rows.context.allowed_bits
             masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
@@ -268,11 +284,11 @@ class Device:
         self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
-        """The contents of these pages, in arrays of their own on the device."""
+        """Returns the contents of these pages, in arrays of their own on the device."""
         return [self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages)]
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
-        """The contents of these pages, in host memory."""
+        """Returns the contents of these pages, in host memory."""
         parts = (self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
@@ -283,7 +299,7 @@ class Device:
             self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
     def copy_routes(self, pages: list[int]) -> list[Any]:
-        """The routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
+        """Returns the routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
         return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
@@ -293,7 +309,9 @@ class Device:
             self.host.save(places, self._run(programs.GET_PAGES, self.pools, part))
 
     def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
-        """Copies what `save_pages` saved in these places, or a file had, into these pages."""
+        """Copies the contents that `save_pages` saved in these places, or that a file had, into these
+        pages.
+        """
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
             self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
@@ -307,13 +325,13 @@ class Device:
         self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
-        """The row of a slot, and its recurrent states; on_host: these in host memory."""
+        """Returns the row of a slot, and its recurrent states. on_host: these in host memory."""
         states = self._states_of(slot)
         row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
-        """Puts what `get_row` returned into a slot; with_states: False: but for the recurrent states."""
+        """Puts the result of `get_row` into a slot. with_states: False: the recurrent states are left out."""
         row, states = contents
         self._put_row(slot, row)
         if with_states:
@@ -334,7 +352,7 @@ class Device:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
     def empty_adapters(self) -> AdapterStack:
-        """Adapters that change nothing."""
+        """Returns adapters that change nothing."""
         sizes = self._shape.max_adapters, self._shape.max_rank
         return AdapterStack(self.params, self.config, *sizes, self._mesh, self._create)
 
@@ -344,8 +362,9 @@ class Device:
         self.adapters.set(self._run, index, path, a, b, scale)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
-        """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
-        first one runs what a short greedy request needs. No program of the other role is among them.
+        """Returns calls that together run every program, by the names that `EngineCore` has for them, the
+        most likely first. The first call runs the programs of a short greedy request. No program of the other
+        role is among them.
         """
         stages: dict[str, Callable[[], Any]] = {"greedy": partial(self._run_short_request, True)}
         host_steps = self._executor().host_steps
@@ -388,7 +407,7 @@ class Device:
             self._run_moves()
 
     def _run_moves(self) -> None:
-        """What a row needs that moves between engines."""
+        """Runs the programs that a row needs when it moves between engines."""
         self.copy_pages_in([0], self.copy_pages([0]))
         self.set_row(0, self.get_row(0))
 
@@ -397,7 +416,7 @@ class Device:
             self.set_adapter(0, path, None, None, 0.0)
 
     def _run_rare_calls(self) -> None:
-        """What preempted rows need."""
+        """Runs the programs that preempted rows need."""
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         if self._shape.snapshots:
@@ -416,7 +435,7 @@ class Device:
         return RunnableModel(self.params, self.config)
 
     def _model_of(self, variants: Sequence[Variant]) -> RunnableModel:
-        """The model for rows with these variants."""
+        """Returns the model for rows with these variants."""
         extras = NO_EXTRAS
         if self.adapters:
             adapter_B = self.adapters.of_rows(np.array([adapter for adapter, _ in variants], np.int32))
@@ -428,7 +447,7 @@ class Device:
         return self._model._replace(extras=extras)
 
     def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> RunnableModel:
-        """The model for all slots. variants: of those that have one."""
+        """Returns the model for all slots. variants: the variants of the slots that have one."""
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
@@ -439,7 +458,7 @@ class Device:
         )
 
     def _initial_rows(self, new: Sequence[NewRow]) -> DecodeState:
-        """`new_rows` without processors, in host memory."""
+        """Returns `new_rows` without processors, in host memory."""
         shape = self._shape
         V = self.config.vocab_size
         zeros_1 = np.zeros(1, np.int32)
@@ -461,7 +480,7 @@ class Device:
         return rows
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
-        """Pages, recurrent states and snapshots."""
+        """Returns pages, recurrent states and snapshots."""
         shape = self._shape
         parts = (
             lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),
@@ -472,7 +491,7 @@ class Device:
         return pools, states, snapshots
 
     def _create(self, function: Callable[[], Any]) -> Any:
-        """function(), committed to the device to which a caller committed the parameters."""
+        """Returns function(), committed to the device to which a caller committed the parameters."""
         device = self._device
         if self._dry_run:
             return with_sharding(jax.eval_shape(function), device and SingleDeviceSharding(device))
@@ -482,22 +501,22 @@ class Device:
             return jax.device_put(function(), device)
 
     def _put(self, tree: Any) -> Any:
-        """The arrays on the device to which a caller committed the parameters."""
+        """Returns the arrays on the device to which a caller committed the parameters."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
     def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
-        """int32 [1, width], and how many of them are real [1]."""
+        """Returns the ids with padding, int32 [1, width], and the number of real ids [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
-        """The cache of the row in a slot that holds so many tokens."""
+        """Returns the cache of the row in a slot that holds `length` tokens."""
         caches = CacheArrays(self.pools, self._states_of(slot))
         lengths = *(np.array([count], np.int32) for count in (length, longest)), np.zeros(1, bool)
         tables = [self._block_table({0: pages}, 1)]
         return paged_cache(self.config, caches, tables, self._shape.capacity, lengths)
 
     def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
-        """Keeps what a program wrote into a cache of `_cache`."""
+        """Keeps the arrays that a program wrote into a cache of `_cache`."""
         self.pools = cache_pools(cache)
         if with_states:
             self._set_states(slot, cache_states(cache))
@@ -514,7 +533,7 @@ class Device:
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
-        """The recurrent states of a slot, as caches of one row."""
+        """Returns the recurrent states of a slot, as caches of one row."""
         return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
 
     def _set_states(self, slot: int, states: tuple[LayerCache, ...]) -> None:
@@ -522,7 +541,9 @@ class Device:
             self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
-        """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""
+        """Returns int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row
+        uses.
+        """
         table_BP = np.zeros((rows, num_pages_for(self._shape.capacity)), np.int32)
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
@@ -530,7 +551,7 @@ class Device:
 
 
 def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:
-    """The output without what no row asked for, which is not copied to the host."""
+    """Returns the output without the fields that no row asked for. They are not copied to the host."""
     most = max(recorded.values(), default=0)
     if most == 0:
         return out._replace(alternatives=None)
@@ -564,6 +585,6 @@ def _on_device(x: Any) -> Any:
 
 
 def _parts(pages: list[int]) -> list[np.ndarray]:
-    """Pages in groups of one size; page 0, which no row uses, fills the last group."""
+    """Returns pages in groups of one size. Page 0, which no row uses, fills the last group."""
     parts = [pages[at : at + COPIED_PAGES] for at in range(0, len(pages), COPIED_PAGES)]
     return [np.array(part + [0] * (COPIED_PAGES - len(part)), np.int32) for part in parts]

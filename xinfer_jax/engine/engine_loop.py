@@ -31,9 +31,9 @@ class EngineLoop(Engine):
     """An engine with a queue of requests.
 
     Attributes:
-        error: why it failed, or that it was closed; None while it can answer.
-        name: in messages.
-        counters: of its requests.
+        error: the reason why it failed, or that it was closed. None while it can answer.
+        name: the name in messages.
+        counters: counts of its requests.
     """
 
     core: Any  # `EngineCore` or `Dispatcher`
@@ -106,12 +106,12 @@ class EngineLoop(Engine):
 
     @property
     def adapters_in_use(self) -> set[HeldAdapter]:
-        """Those of unfinished requests."""
+        """The adapters of unfinished requests."""
         with self._condition:
             return {request.adapter for request in self._unfinished if request.adapter}
 
     def abort_unfinished(self, reason: str, adapter: HeldAdapter | None = None) -> None:
-        """Ends all requests, or those with an adapter, between two steps. reason: their `ended_by`."""
+        """Ends all requests, or the requests with an adapter, between two steps. reason: their `ended_by`."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             requests = [r for r in self._unfinished if adapter is None or r.adapter is adapter]
@@ -130,10 +130,10 @@ class EngineLoop(Engine):
                 self._condition.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds or the engine has failed; without a thread it takes steps meanwhile.
+        """Waits until a condition holds or the engine has failed. Without a thread it takes steps meanwhile.
 
         Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
+            TimeoutError: the condition does not hold after `timeout` seconds.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
 
@@ -153,7 +153,7 @@ class EngineLoop(Engine):
     @without_mesh_context
     def step(self) -> bool:
         """Takes one step on the caller's thread: ends requests and, unless the engine is paused, prefills a
-        chunk and decodes. Returns whether there was anything to do. Ctrl-C is raised after the step, which is
+        chunk and decodes. Returns True if there was anything to do. Ctrl-C is raised after the step, which is
         complete then.
         """
         with self._step_lock, _defer_interrupts():
@@ -233,13 +233,13 @@ class EngineLoop(Engine):
             self._condition.wait_for(lambda: self._stopping or self._has_work(), _WAIT_SECONDS)
 
     def _has_work(self) -> bool:
-        """Whether there is anything for a step but deadlines."""
+        """Returns True if a step has something to do. Deadlines do not count."""
         return bool(self._submitted or self._cancelled or self._calls or self.error)
 
 
 @contextmanager
 def _defer_interrupts() -> Iterator[None]:
-    """In the main thread, calls the handler of Ctrl-C only at the end of the `with` block."""
+    """Defers Ctrl-C: in the main thread, its handler is called only at the end of the `with` block."""
     handler = signal.getsignal(signal.SIGINT)
     deferred = list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

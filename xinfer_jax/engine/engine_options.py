@@ -1,5 +1,6 @@
-"""`EngineOptions`: the arguments of an engine. From an entry follow its check, its flag, and whether a batch
-run must be continued with the same value. It imports no jax, since commands check their flags before they do.
+"""`EngineOptions`: the arguments of an engine. Its check and its flag follow from an entry. An entry also
+says whether a batch run must be continued with the same value. It imports no jax, since commands check their
+flags before they do.
 """
 
 import dataclasses

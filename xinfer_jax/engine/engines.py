@@ -25,7 +25,7 @@ class ParallelEngine(Engine):
 
     Attributes:
         engines: each has its devices.
-        rows: of all together.
+        rows: the number of rows of all engines together.
     """
 
     engines: Sequence[LocalEngine] = ()  # type: ignore[assignment]  # a property of `Engine`
@@ -80,7 +80,7 @@ class ParallelEngine(Engine):
         close_engines(self.engines, LocalEngine.close)
 
     def step(self) -> bool:
-        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
+        """Waits a moment for new tokens of any request. Returns True if any request is unfinished. Raises the
         error of an engine that failed.
         """
         self.__enter__()

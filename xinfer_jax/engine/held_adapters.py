@@ -47,15 +47,15 @@ def with_adapters_read(model: Model, options: EngineOptions) -> EngineOptions:
 
 
 def _loaded(model: Model, adapter: Adapter | str | PathLike[str], max_rank: int | None) -> Adapter:
-    """What is not the path or hub name of an adapter stays as it is."""
+    """Loads an adapter if it is a path or a name on the hub. Returns an `Adapter` as it is."""
     if isinstance(adapter, str | PathLike):
         return load_adapter(model.config, os.fspath(adapter), base=model.name, max_rank=max_rank)
     return adapter
 
 
 def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | PathLike[str]) -> Adapter:
-    """An adapter as the parameters of an engine of this shape take it. Raises InputError where it is not one
-    that a row may have there.
+    """Returns an adapter as the parameters of an engine of this shape take it. Raises InputError if it is not
+    one that a row may have there.
     """
     if not shape.max_adapters:
         raise InputError("the engine has no place for adapters: make it with max_adapters")
@@ -79,7 +79,7 @@ def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | PathL
 
 
 def row_values(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """a, b and the scale of each matrix, on the host."""
+    """Returns a, b and the scale of each matrix, on the host."""
     scale_of = adapter.scale_of()
     return {path: (np.asarray(a), np.asarray(b), scale_of[path]) for path, (a, b) in adapter.matrices.items()}
 
@@ -200,7 +200,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
             held.digest = digest
 
     def _free_index(self) -> int:
-        """A place that no adapter has, nor a request that runs."""
+        """Returns a place that no adapter has, nor a request that runs."""
         number = self._owner.shape.max_adapters
         if free := {*range(number)} - {held.index for held in self.with_places}:
             return min(free)

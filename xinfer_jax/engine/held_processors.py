@@ -23,7 +23,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
     noun = "processor"
 
     def __init__(self, given: Any):
-        """given: (`LogitsProcessor`, arguments) by name; None: none. Raises InputError."""
+        """Holds processors. given: (`LogitsProcessor`, arguments) by name. None: none. Raises InputError."""
         super().__init__()
         pairs = {}
         for name, pair in self.check_given(given, "pairs of a LogitsProcessor and arguments").items():
@@ -34,9 +34,13 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         self.replace_all(pairs)
 
     def of_request(self, given: Any) -> Callers:
-        """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
-        name, None: the defaults; or pairs as `generate` takes them. Raises InputError for other names or
-        processors, or other arguments than the defaults are.
+        """Returns the `Callers` of one row before `start`, for `GenerateOptions.processors` of a request.
+
+        Args:
+            given: arguments by name, or pairs as `generate` takes them. None: the defaults.
+
+        Raises:
+            InputError: there are other names or processors, or arguments of another form than the defaults.
         """
         if is_sequence(given):
             given = self._by_name(given)
@@ -50,8 +54,9 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return Callers(tuple(states), None, processors, uses_BP=uses_1P)
 
     def _by_name(self, pairs: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name for pairs of a processor and the arguments of one row, as in `generate`.
-        Raises InputError for a processor that the engine does not hold, or another order than the engine's.
+        """Returns the arguments by name for pairs of a processor and the arguments of one row, as in
+        `generate`. Raises InputError for a processor that the engine does not hold, or for another order than
+        the engine's.
         """
         given: dict[str, Any] = {}
         for pair in pairs:
@@ -72,13 +77,15 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return given
 
     def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
-        """`Callers` of a row before `start`. leaves: of what `of_request` returned; (): it names none."""
+        """Returns the `Callers` of a row before `start`. leaves: the leaves of the result of `of_request`.
+        (): the row names none.
+        """
         none = self.of_request({})
         return jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
 
     def with_rows(self, rows: DecodeState) -> DecodeState:
-        """The rows of all slots with processors that none of them names. Raises InputError for functions that
-        a step cannot use.
+        """Returns the rows of all slots with processors that none of them names. Raises InputError for
+        functions that a step cannot use.
         """
         row = jax.tree.map(lambda x: x[:1], rows)
         all_of_them = self.of_request(dict.fromkeys(self))
@@ -92,7 +99,7 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
 
 
 def _try(callers: Callers, row: DecodeState) -> tuple[Callers, DecodeState]:
-    """The callers of a row at its start, and the row after a step with them."""
+    """Returns the callers of a row at its start, and the row after a step with them."""
     callers = callers.start(row.context, row.key_B)
     row = _with_callers(row, callers)
     logits_1V = jnp.zeros(row.context.seen_BV.shape, jnp.float32)
@@ -108,14 +115,16 @@ def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
 
 
 def _only_row(x: Any) -> Any:
-    """The entry of a number for all rows, or of an array of one row."""
+    """Returns the entry of a number for all rows, or of an array of one row."""
     if np.ndim(x) and len(x) != 1:
         raise InputError(f"processors: arguments of shape {np.shape(x)}, for 1 row")
     return x[0] if np.ndim(x) else x
 
 
 def repeated(x_1: Any, rows: int) -> Any:
-    """An array of one row, for so many rows; made on the host, where nothing is compiled."""
+    """Repeats an array of one row for this number of rows. It is made on the host, where nothing is
+    compiled.
+    """
     if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
         return np.repeat(x_1, rows, 0)
     data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
@@ -123,7 +132,9 @@ def repeated(x_1: Any, rows: int) -> Any:
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
-    """The arguments of one row as NumPy arrays of their own; like: of the same tree, shapes and types."""
+    """Returns the arguments of one row as NumPy arrays of their own. like: arguments of the same tree, shapes
+    and types.
+    """
     try:
         arrays = jax.tree.map(_array, arguments)
         if like is None:
@@ -140,7 +151,9 @@ def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
 
 
 def _array(x: Any, dtype: Any = None) -> np.ndarray:
-    """As a NumPy array of this type; None: of JAX's for it. Raises where it cannot hold the numbers."""
+    """Converts a value to a NumPy array of this dtype. None: the dtype that JAX gives it. Raises
+    OverflowError if the dtype cannot hold the numbers.
+    """
     wide = np.asarray(x)
     with np.errstate(over="ignore"):
         array = wide.astype(dtype or jnp.result_type(x), casting="same_kind")

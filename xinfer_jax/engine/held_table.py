@@ -1,4 +1,6 @@
-"""`HeldTable`: what an engine holds by name, and its requests name: adapters, logits processors, vectors."""
+"""`HeldTable`: the things that an engine holds by name, and that its requests name: adapters, logits
+processors, vectors.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -14,7 +16,7 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
     all or nothing of the change.
 
     Attributes:
-        noun: what one of them is called in messages.
+        noun: the word for one of them in messages.
     """
 
     noun: str
@@ -33,18 +35,20 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     @classmethod
     def check_given(cls, given: Any, contents: str) -> Mapping[str, Any]:
-        """Returns what an engine is given, {} for None. Raises InputError where it is not a dict of names."""
+        """Returns the things that an engine is given, {} for None. Raises InputError if it is not a dict of
+        names.
+        """
         what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
         return _checked_mapping({} if given is None else given, what, cls.check_name)
 
     @classmethod
     def check_name(cls, name: Any) -> None:
-        """Raises InputError where nothing may have this name."""
+        """Raises InputError if nothing may have this name."""
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
             raise InputError(f"the name of a {cls.noun} must be a short text, got {format_value(name)}")
 
     def find(self, name: Any) -> Held:
-        """Returns what has this name. Raises InputError where nothing has."""
+        """Returns the thing with this name. Raises InputError if there is none."""
         held = self._held
         if not isinstance(name, str) or name not in held:
             known = f"has {format_names(sorted(held), 8)}" if held else "has none"
@@ -53,21 +57,21 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     @property
     def in_words(self) -> str:
-        """Says what the engine holds: the end of a sentence."""
+        """Names the things that the engine holds: the end of a sentence."""
         return f"holds {format_names(self, 8)}" if self else "holds none"
 
     def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
-        """Returns the values that a request gives by name. Raises InputError where a name is unknown."""
+        """Returns the values that a request gives by name. Raises InputError if a name is unknown."""
         what = f"{self.noun}s of a request must be {values} by name of the engine's"
         return _checked_mapping(given, what, self.find)
 
     def replace_all(self, held: Mapping[str, Held]) -> None:
-        """From now on it holds these."""
+        """Replaces all entries of the table."""
         self._held = held
 
 
 def _checked_mapping(given: Any, what: str, check: Callable[[Any], object]) -> Mapping[str, Any]:
-    """Returns a mapping whose names pass the check. Raises InputError, which says what it must be."""
+    """Returns a mapping whose names pass the check. Raises InputError, which says which form it must have."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what}, got {format_value(given)}")
     for name in given:

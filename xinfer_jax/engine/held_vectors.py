@@ -21,7 +21,7 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
     noun = "tap"
 
     def __init__(self, given: Any, params: Params, config: Any):
-        """given: by name, float [D] by layer; None: none. Raises InputError."""
+        """Makes the vectors. given: for each name, float [D] by layer. None: none. Raises InputError."""
         super().__init__()
         given = self.check_given(given, "vectors by layer, as {'calm': {12: vector}}")
         if not given:
@@ -51,9 +51,9 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         self.replace_all(given)
 
     def of_request(self, given: Any) -> tuple[float, ...]:
-        """The factors of a row, for `GenerateOptions.taps` of a request: factors by name, or taps by layer as
-        `generate` takes them, made by `Tap.steer` of vectors that the engine holds. (): all factors are 0.
-        Raises InputError.
+        """Returns the factors of a row, for `GenerateOptions.taps` of a request: factors by name, or taps by
+        layer as `generate` takes them, made by `Tap.steer` of vectors that the engine holds. (): all factors
+        are 0. Raises InputError.
         """
         if isinstance(given, Mapping) and any(isinstance(tap, Tap) for tap in given.values()):
             given = self._by_name(given)
@@ -64,14 +64,18 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
 
     @staticmethod
     def _checked_factor(name: str, factor: Any) -> float:
-        """Returns a factor. Raises InputError for what is no number up to 1e6; name: of its tap."""
+        """Returns a factor. Raises InputError for a value that is no number up to 1e6. name: the name of its
+        tap.
+        """
         number = number_array(factor)
         if number is None or number.ndim or not abs(number) <= 1e6:
             raise InputError(f"tap {name}: the factor must be a number up to 1e6, got {format_value(factor)}")
         return float(number)
 
     def _by_name(self, taps: Mapping[Any, Any]) -> dict[str, Any]:
-        """The factors by name for taps by layer. Raises InputError for taps of other vectors or kinds."""
+        """Returns the factors by name for taps by layer. Raises InputError for taps of other vectors or
+        kinds.
+        """
         left: dict[Any, tuple[np.ndarray, float]] = {}
         for place, tap in taps.items():
             layer = place[0] if isinstance(place, tuple) and place[1:] == ("layer",) else place
@@ -101,8 +105,8 @@ class HeldVectors(HeldTable[Mapping[int, Any]]):
         return factors
 
     def of_rows(self, factors: Sequence[Sequence[float]], place: Any) -> tuple[Any, jax.Array]:
-        """`Extras.vectors` and `factor_BN` of rows with these factors; (): none. place: of arrays on the
-        devices; None: where programs run.
+        """Returns `Extras.vectors` and `factor_BN` of rows with these factors. (): none. place: the place of
+        arrays on the devices. None: the place where programs run.
         """
         if not self._placed:
             self._placed = tuple(jax.device_put(vector_ND, place) for vector_ND in self._vector_LND)

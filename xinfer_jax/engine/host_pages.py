@@ -1,4 +1,6 @@
-"""`HostPages`: the contents of pages in host memory; of a model over several processes, this one's parts."""
+"""`HostPages`: the contents of pages in host memory. If a model is over several processes, each process has
+its parts.
+"""
 
 import math
 from collections.abc import Iterator
@@ -9,11 +11,11 @@ import numpy as np
 
 
 class HostPages:
-    """Pages in one block of host memory, which the system provides once they are written: numbers from 1 to
-    `pages`.
+    """Pages in one block of host memory, which the system provides once they are written. Their numbers are 1
+    to `pages`.
 
     A page is a row of the block: its keys and values of all layers, one array after another, each as the
-    device has it in `pools`. Over several processes each has the parts of its own devices.
+    device has it in `pools`. Over several processes each has the parts of its devices.
     """
 
     def __init__(self, pages: int, pools: Any):
@@ -29,7 +31,7 @@ class HostPages:
         self._saved: tuple[np.ndarray, Any] | None = None  # pages whose copies the device still makes
 
     def bytes_of(self, page: int) -> np.ndarray:
-        """The bytes of a page, uint8, in place. `finish` comes first."""
+        """Returns the bytes of a page, uint8, in place. `finish` comes first."""
         return self._block_PY[page]
 
     def save(self, pages: np.ndarray, contents: Any) -> None:
@@ -41,7 +43,7 @@ class HostPages:
         self._saved = pages, contents
 
     def finish(self) -> None:
-        """Waits for what `save` copies."""
+        """Waits for the copies of `save`."""
         if self._saved is None:
             return
         pages, contents = self._saved
@@ -51,7 +53,7 @@ class HostPages:
         self._saved = None
 
     def load(self, pages: np.ndarray, pools: Any) -> Any:
-        """Contents of these pages, for the device's `pools`."""
+        """Returns contents of these pages, for the device's `pools`."""
         self.finish()
         arrays = iter(self._arrays)
 
@@ -71,7 +73,7 @@ def _local_shapes(x: Any) -> list[tuple[int, ...]]:
 
 
 def _local_parts(x: Any) -> Iterator[np.ndarray]:
-    """The whole array, or this process's shards of it."""
+    """Yields the whole array, or this process's shards of it."""
     if x.is_fully_addressable:
         yield np.asarray(x)
     else:

@@ -1,4 +1,5 @@
-"""The prefix cache beyond the device: which pages are in host memory, and which in files. Without arrays.
+"""The prefix cache beyond the device. It knows which pages are in host memory, and which are in files. It is
+plain Python, without arrays.
 
 evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pages of a row
                                        host memory ◄─ ReadPages ─ files
@@ -15,7 +16,7 @@ COPIED_PAGES = 8  # that one program copies to host memory, or back
 
 
 class FoundPrefix(NamedTuple):
-    """Where consecutive pages of a prompt are: first those on the device, then in host memory, then in
+    """The places of consecutive pages of a prompt: first pages on the device, then in host memory, then in
     files.
     """
 
@@ -36,12 +37,12 @@ class FoundPrefix(NamedTuple):
 
 
 class HostTier:
-    """Pages in host memory, so many: the least recently used one is evicted. A page has the bits that its
-    hash stands for, so the same page may be on the device as well.
+    """A limited number of pages in host memory. The least recently used page is evicted. A page has the bits
+    that its hash stands for, so the same page may be on the device as well.
 
     Attributes:
-        pool: of these pages. "Used" are those that a row still has to load, that are read from a file, and
-            that are written to one.
+        pool: the pool of these pages. "Used" pages are the ones that a row still has to load, that are read
+            from a file, and that are written to a file.
         files: `PageFiles`, or another set of the hashes of pages that are in files.
     """
 
@@ -52,8 +53,8 @@ class HostTier:
         self.read: set[int] = set()  # pages that came from files, and were not loaded since
 
     def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
-        """The first of these pages that are in host memory and then in files. names: other hashes of the same
-        pages, by which a file may be found; in_files: whether to look for files.
+        """Returns the first of these pages that are in host memory and then in files. names: other hashes of
+        the same pages, by which a file may be found. in_files: True: look for files too.
         """
         host_pages = self.pool.find(hashes)
         if not in_files:
@@ -65,8 +66,8 @@ class HostTier:
         return FoundPrefix([], host_pages, found, list(rest[: len(found)]))
 
     def save(self, evicted: Sequence[tuple[int, list[bytes]]]) -> list[SavePages]:
-        """What saves pages that the device evicts, with their hashes; none that is saved already, and as many
-        of the others, those evicted last, as there is memory for.
+        """Returns the actions that save pages that the device evicts, with their hashes. Pages that are saved
+        already need no action. If memory is short, the pages that were evicted last are saved.
         """
         new = []
         for page, hashes in evicted:
@@ -83,7 +84,9 @@ class HostTier:
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
-        """What reads the pages of a row's prompt that are in files; None if there is no memory for any."""
+        """Returns the action that reads the pages of a row's prompt from files, or None if there is no memory
+        for any.
+        """
         self.pool.reuse(found.host_pages)  # they are not evicted for those in files
         count = min(len(found.names), self.pool.num_available)
         host_pages = self.pool.allocate(count)
@@ -94,7 +97,7 @@ class HostTier:
         return ReadPages(row, found.names[:count], found.hashes[:count], host_pages, self.epoch)
 
     def record_read(self, read: ReadPages, count: int) -> None:
-        """The first `count` pages were read; the others could not be."""
+        """Records that the first `count` pages were read. The other pages could not be read."""
         if read.epoch == self.epoch:
             for page, page_hash in zip(read.host_pages[:count], read.hashes, strict=False):
                 self.pool.cache(page, page_hash)
@@ -102,19 +105,21 @@ class HostTier:
         self.pool.release(read.host_pages)
 
     def load(self, host_pages: Sequence[int]) -> int:
-        """A row loads pages that were kept for it. Returns how many of them came from files for it."""
+        """Lets a row load pages that were kept for it. Returns the number of pages that came from files."""
         read = self.read & {*host_pages}
         self.read -= read
         self.pool.release(host_pages)
         return len(read)
 
     def remove(self, hashes: Collection[bytes]) -> None:
-        """No page is found by these hashes any more."""
+        """Removes these hashes: no page is found by them any more."""
         self.pool.remove(hashes)
         for page_hash in hashes:
             self.files.discard(page_hash)
 
     def clear(self) -> None:
-        """No page is found any more, for new weights. Rows load the pages that are kept for them."""
+        """Removes all hashes, for new weights: no page is found any more. Rows load the pages that are kept
+        for them.
+        """
         self.epoch += 1
         self.pool.clear_cache()

@@ -21,7 +21,7 @@ class DeviceResult:
     """A result that stays on the devices of all processes between two calls.
 
     Attributes:
-        number: of the call that returned it. It stands for the result in a message.
+        number: the number of the call that returned it. It stands for the result in a message.
         value: the result of process 0.
     """
 

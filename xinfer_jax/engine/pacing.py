@@ -1,4 +1,4 @@
-"""How much of prefill and of decoding is in one step of an engine: plain Python, without arrays."""
+"""The amount of prefill and of decoding in one step of an engine: plain Python, without arrays."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,8 @@ class Pacing:
 
     Args:
         chunk: tokens of a full chunk.
-        tokens_per_step: that a row may get in one decode step: more than 1 with draft tokens.
+        tokens_per_step: the most tokens that a row may get in one decode step. It is more than 1 with draft
+            tokens.
     """
 
     def __init__(self, chunk: int, tokens_per_step: int = 1):
@@ -28,12 +29,12 @@ class Pacing:
         self._prefill_steps = 0  # since the last step that decoded
 
     def may_prefill(self, width: int) -> bool:
-        """Whether a step that prefilled so many tokens, padding included, may prefill more."""
+        """Returns True if a step that prefilled `width` tokens, padding included, may prefill more."""
         return width < self._chunk
 
     def skips_decoding(self, width: int, live: bool) -> bool:
-        """Whether a step that prefilled so many tokens ends without decoding: if no caller streams, free
-        slots are filled first, for a limited number of steps. Called once in each step.
+        """Returns True if a step that prefilled `width` tokens ends without decoding. If no caller streams,
+        free slots are filled first, for a limited number of steps. Call it once in each step.
         """
         skips = width >= self._chunk and not live and self._prefill_steps < _MAX_PREFILL_STEPS
         self._prefill_steps = self._prefill_steps + 1 if skips else 0
@@ -42,9 +43,14 @@ class Pacing:
     def decode_call(
         self, scheduler: Scheduler, left: Sequence[int], has_new_requests: bool, live: bool
     ) -> tuple[int, bool]:
-        """How the running rows decode: the most steps, for a limited time; and whether only until a row ends,
-        while others wait. left: tokens that each running row may still sample; has_new_requests: that the
-        scheduler does not have yet; live: whether a caller may stream one of the rows.
+        """Returns the largest number of steps that the running rows decode, within a limited time, and True
+        if they stop when a row ends because others wait.
+
+        Args:
+            scheduler: the scheduler of the engine.
+            left: the number of tokens that each running row may still sample.
+            has_new_requests: True: there are requests that the scheduler does not have yet.
+            live: True: a caller may stream one of the rows.
         """
         others = scheduler.has_waiting or len(scheduler.rows_with_slots) > len(scheduler.running)
         until_one_ends = others or has_new_requests
@@ -53,11 +59,11 @@ class Pacing:
         return steps, until_one_ends
 
     def record_decode(self, seconds: float, steps: int) -> None:
-        """A call of so many decode steps took so long."""
+        """Records that a call of `steps` decode steps took this number of seconds."""
         self.step_seconds = seconds / max(1, steps)
 
     def _affordable_steps(self, others: bool, live: bool) -> int:
-        """Decode steps in the time of one step. others: whether rows wait or prefill."""
+        """Returns the number of decode steps in the time of one step. others: True: rows wait or prefill."""
         if not self.step_seconds:
             return _FIRST_STEPS
         seconds = _LONGEST_SECONDS

@@ -1,6 +1,6 @@
 """`PageFiles`: pages of the prefix cache in files, which later runs find. Threads read and write them.
 
-A file has one page. Its name is a digest of everything that the bits of the page depend on; its content is a
+A file has one page. Its name is a digest of everything on which the bits of the page depend. Its content is a
 line that names the format, an HMAC over name and page, and the page's bytes.
 """
 
@@ -41,12 +41,13 @@ class PageFiles:
     """The pages of one directory, as a set of the hashes whose pages are in it.
 
     The directory belongs to the user, with mode 0700. It has a secret, with which files are authenticated and
-    salts are hashed. Of all files, also those of other models, the least recently used beyond `max_bytes` are
-    deleted. Raises InputError for a directory that is not the user's own, or cannot be used.
+    salts are hashed. If all files, also the files of other models, have more than `max_bytes`, the least
+    recently used ones are deleted. Raises InputError for a directory that is not the user's own, or cannot be
+    used.
 
     Attributes:
         finished: a call for each read and write that ended, for the engine's thread.
-        num_writing: pages that are being written.
+        num_writing: the number of pages that are being written.
     """
 
     def __init__(self, directory: str | PathLike[str], max_bytes: int):
@@ -67,11 +68,13 @@ class PageFiles:
         self._scan()
 
     def identify(self, **settings: Any) -> None:
-        """From now on, pages are those of a model and a form with these settings."""
+        """Sets the model and the form to which pages belong from now on."""
         self._identity = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of pages in files for a request's: without the secret nobody can guess a file's name."""
+        """Returns the salt of pages in files for a request's: without the secret nobody can guess a file's
+        name.
+        """
         return sign(self._secret, b"salt", salt)
 
     def __contains__(self, page_hash: object) -> bool:
@@ -90,8 +93,8 @@ class PageFiles:
             _begin(self._writer, delete)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
-        """Reads into `pages`, uint8. then: is called with how many of the first ones were read, by
-        `finished`.
+        """Reads into `pages`, uint8. then: a function that `finished` calls with the number of first pages
+        that were read.
         """
         names = [self._name(page_hash) for page_hash in hashes]
 
@@ -128,7 +131,7 @@ class PageFiles:
             _begin(self._writer, self._scan)
 
     def close(self) -> None:
-        """Ends the threads after what they have begun."""
+        """Ends the threads after the work that they have begun."""
         self._reader.shutdown(wait=False)
         self._writer.shutdown(wait=False)
 
@@ -136,7 +139,7 @@ class PageFiles:
         return hashlib.sha256(self._identity + page_hash).hexdigest() + _SUFFIX
 
     def _read(self, name: str, page: np.ndarray) -> bool:
-        """Reads a page; a file that is not as it was written is forgotten."""
+        """Reads a page. A file whose content has changed since it was written is forgotten."""
         path = self._directory / name
         try:
             with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

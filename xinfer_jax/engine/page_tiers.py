@@ -33,7 +33,9 @@ class PageTiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` will have something to do soon: rows wait for files, or pages are being written."""
+        """Returns True if `step` will soon have something to do: rows wait for files, or pages are being
+        written.
+        """
         if not self._files:
             return False
         is_writing = self._files.num_writing or (self._unwritten and self._files.can_write)
@@ -71,21 +73,23 @@ class PageTiers:
                     self._files.write(name, self._device.host.bytes_of(page), partial(pool.release, [page]))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
+        """Records the time that a prompt of this number of tokens took: no row waits for files longer than it
+        would prefill.
+        """
         self._page_seconds = seconds / num_pages_for(tokens)
 
     def identify(self, settings: dict[str, Any]) -> None:
-        """The model has new weights: pages in files have other names."""
+        """Notes that the model has new weights: pages in files have other names."""
         self._unwritten.clear()
         self._files.identify(**settings)
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of a row's pages for that of its request."""
+        """Returns the salt of a row's pages for the salt of its request."""
         return self._files.salt(salt) if self._files else salt
 
     def close(self, writes: bool) -> None:
-        """Ends reading and writing. writes: first the pages that the device still caches, those used last
-        first, for a limited time.
+        """Ends reading and writing. writes: True: first it writes the pages that the device still caches, the
+        pages that were used last first, for a limited time.
         """
         if not self._files:
             return

@@ -1,4 +1,4 @@
-"""Pages of the KV cache, counted on the host: which are free, used by rows, or cached for later prompts.
+"""Pages of the KV cache, counted on the host: pages that are free, used by rows, or cached for later prompts.
 
 A page holds keys and values of `PAGE_SIZE` consecutive tokens (vLLM: a block). The prefix cache finds a full
 page by a hash of all tokens up to its end, so a page is found only after all pages before it.
@@ -14,18 +14,19 @@ from ..cache.page_size import PAGE_SIZE
 
 
 def num_pages_for(tokens: int) -> int:
-    """Pages that hold this many tokens."""
+    """Returns the number of pages that hold this number of tokens."""
     return -(-tokens // PAGE_SIZE)
 
 
 def usable_capacity(capacity: int, pages: int) -> int:
-    """Tokens that one row can hold if no other row has pages; page 0 holds none."""
+    """Returns the number of tokens that one row can hold if no other row has pages. Page 0 holds none."""
     return min(capacity, (pages - 1) * PAGE_SIZE)
 
 
 def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list[bytes]:
-    """A hash for each page of `ids`: of the previous page's hash, the program that writes it and its tokens.
-    programs: for each full page, a number that stands for its program; further pages get no hash.
+    """Returns a hash for each page of `ids`. It covers the previous page's hash, the program that writes the
+    page and its tokens. programs: a number for each full page that stands for its program. Further pages get
+    no hash.
     """
     hashes = [sha256(salt).digest()]
     for start, program in zip(range(0, len(ids), PAGE_SIZE), programs, strict=False):
@@ -35,17 +36,17 @@ def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list
 
 
 class PagePool:
-    """All pages of an engine, and the prefix cache over them; also those of host memory, and snapshots of
-    recurrent states, which have the hash of the page at whose end they were taken.
+    """All pages of an engine, and the prefix cache over them. Pages of host memory are a pool too, and so are
+    snapshots of recurrent states, which have the hash of the page at whose end they were taken.
 
     A page is used by rows, or cached (no row uses it, but the prefix cache finds it), or free. Page 0 is none
     of these: rows without tokens write there.
 
     Attributes:
-        size: number of pages, page 0 included.
-        ref_counts: of each page, the rows that use it.
-        free: pages that nothing uses; the last one is allocated next.
-        cached: the least recently used page first, which is evicted first.
+        size: the number of pages, page 0 included.
+        ref_counts: for each page, the number of rows that use it.
+        free: pages that nothing uses. The last one is allocated next.
+        cached: cached pages. The least recently used page is first, and is evicted first.
         page_of_hash, hashes_of_page: the prefix cache.
     """
 
@@ -63,13 +64,15 @@ class PagePool:
         return len(self.free) + len(self.cached)
 
     def num_available_after(self, released: Iterable[int], reused: Iterable[int]) -> int:
-        """`num_available` after rows release pages (each page once for each row) and others are reused."""
+        """Returns `num_available` after rows release pages (each page once for each row) and others are
+        reused.
+        """
         unused = {page for page, count in Counter(released).items() if self.ref_counts[page] == count}
         taken = sum(page in self.cached or page in unused for page in reused)
         return self.num_available + len(unused) - taken
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` about pages."""
+        """Returns the fields of `EngineStats` about pages."""
         return dict(
             pages_used=sum(n > 0 for n in self.ref_counts),
             pages_shared=sum(n > 1 for n in self.ref_counts),
@@ -78,7 +81,7 @@ class PagePool:
         )
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages cached under the first of these hashes, up to the first hash that is missing."""
+        """Returns the pages cached under the first of these hashes, up to the first hash that is missing."""
         return list(takewhile(bool, (self.page_of_hash.get(page_hash, 0) for page_hash in hashes)))
 
     def reuse(self, pages: Iterable[int]) -> None:
@@ -92,7 +95,9 @@ class PagePool:
         self.release(pages)
 
     def add(self, hashes: Iterable[bytes]) -> int:
-        """A new page, which is cached under those of these hashes that find none; 0 if all find one."""
+        """Returns a new page, which is cached under each of these hashes that finds no page, or 0 if all find
+        one.
+        """
         new = [page_hash for page_hash in hashes if page_hash not in self.page_of_hash]
         if not new:
             return 0
@@ -103,7 +108,9 @@ class PagePool:
         return page
 
     def allocate(self, count: int) -> list[int]:
-        """Pages for one row; cached pages are evicted once no page is free. At most `num_available`."""
+        """Returns pages for one row. Cached pages are evicted once no page is free. count: at most
+        `num_available`.
+        """
         pages = []
         for _ in range(count):
             if not self.free:
@@ -151,7 +158,7 @@ class PagePool:
                 self.uncache(page)
 
     def clear_cache(self) -> None:
-        """Removes all pages from the prefix cache; rows keep theirs."""
+        """Removes all pages from the prefix cache. Rows keep their pages."""
         self.free += self.cached
         self.cached.clear()
         self.page_of_hash.clear()

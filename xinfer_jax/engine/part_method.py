@@ -11,7 +11,9 @@ class PartMethod(Generic[Parameters, Result]):
     """The method of a part as an attribute of its engine, with its signature, types and docstring."""
 
     def __init__(self, part: str, method: Callable[Concatenate[Any, Parameters], Result]):
-        """part: the attribute of the engine that holds the part. method: of the class of the part."""
+        """Makes the attribute. part: the name of the engine's attribute that holds the part. method: a method
+        of the class of the part.
+        """
         self.part = part
         self.method = method
         self.__doc__ = method.__doc__

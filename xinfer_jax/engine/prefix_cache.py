@@ -1,9 +1,10 @@
-"""The prefix cache: the pages that a prompt begins with, wherever they are. Plain Python, without arrays.
+"""The prefix cache: the pages that a prompt begins with, on the device, in host memory and in files. Plain
+Python, without arrays.
 
 A page is found only by rows whose own program would write the same bits: its hash covers the program. The
 length of a prompt alone decides which program computes a token, so whole chunks are reused. Prompts with
-log-probabilities have a program, and pages, of their own. Models with linear attention reuse pages up to a
-snapshot of the states, taken at the end of a full chunk; decoding takes none.
+log-probabilities have another program, and so other pages. Models with linear attention reuse pages up to a
+snapshot of the states, taken at the end of a full chunk. Decoding takes none.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ _LOGPROBS_PROGRAM = 1
 
 
 class PrefixCache:
-    """Finds pages of prompts on the device and, with a host tier, in host memory and files. Arguments as of
-    `Scheduler`; enabled: False: it finds nothing.
+    """Finds pages of prompts on the device and, with a host tier, in host memory and files. It takes the
+    arguments of `Scheduler`. enabled: False: it finds nothing.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class PrefixCache:
         self._snapshots = snapshots
 
     def find(self, row: Row, in_files: bool = False) -> FoundPrefix:
-        """The cached pages that a row's prompt begins with; with `share_answers` pages that any program
-        wrote, if they are more. in_files: also those in files.
+        """Returns the cached pages that a row's prompt begins with. With `share_answers` it returns pages
+        that any program wrote, if they are more. in_files: True: pages in files are included.
         """
         none = FoundPrefix([], [], [], [])
         if row.is_swapped_out or row.factors or not self._enabled:
@@ -70,8 +71,8 @@ class PrefixCache:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
     def take_snapshot(self, row: Row) -> int:
-        """The snapshot into which a row's recurrent states are to be copied, as they are now at the end of a
-        chunk; 0: into none.
+        """Returns the snapshot into which a row's recurrent states are to be copied, as they are now at the
+        end of a chunk. 0: into none.
         """
         if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
             return 0
@@ -81,7 +82,9 @@ class PrefixCache:
         return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
 
     def snapshot_at(self, row: Row, pages: int) -> int:
-        """The snapshot at the end of so many pages, found just now, of a row's prompt; 0: of none."""
+        """Returns the snapshot at the end of these pages of a row's prompt, which were found just now. 0: of
+        none.
+        """
         if self._snapshots is None or not pages:
             return 0
         (snapshot,) = self._snapshots.find([(row.page_hashes if row.exact else row.token_hashes)[pages - 1]])
@@ -106,13 +109,13 @@ class PrefixCache:
             row.host_pages = pages
 
     def release_host_pages(self, row: Row) -> None:
-        """The row will not load its pages in host memory."""
+        """Releases the row's pages in host memory, which it will not load."""
         if self._host:
             self._host.pool.release(row.host_pages)
             row.host_pages = []
 
     def clear(self) -> None:
-        """Empties all tiers but for files, whose names change with the weights."""
+        """Empties all tiers except files, whose names change with the weights."""
         self._pool.clear_cache()
         if self._host:
             self._host.clear()
@@ -120,13 +123,16 @@ class PrefixCache:
             self._snapshots.clear_cache()
 
     def tokens_in_full_chunks(self, row: Row) -> int:
-        """Tokens of the prompt that are prefilled in full chunks."""
+        """Returns tokens of the prompt that are prefilled in full chunks."""
         return (len(row.ids) - 1) // self._chunk * self._chunk if row.logprobs_from is None else 0
 
     def _snapshot_ends(self, row: Row, most: int) -> set[int]:
-        """The chunks at whose ends there is a snapshot of a prompt, at most so many, so that they do not
-        replace each other: its last full chunk, the one where it leaves the pages of earlier prompts, and
-        those before it at distances that grow by a factor.
+        """Returns the chunks at whose ends there is a snapshot of a prompt. They are at most `most`, so that
+        snapshots do not replace each other:
+
+        - the last full chunk,
+        - the chunk in which the prompt leaves the pages of earlier prompts,
+        - chunks before it at distances that grow by a factor.
         """
         chunks = (len(row.ids) - 1) // self._chunk
         others = max(1, most - 2)
@@ -134,7 +140,9 @@ class PrefixCache:
         return {chunks, row.shared // self._chunk, *(factor**i for i in range(others))}
 
     def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
-        """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
+        """Returns the first of these pages, up to the last one at whose end there is a snapshot of the
+        states.
+        """
         if self._snapshots is None:
             return found
         ends = (
@@ -143,7 +151,7 @@ class PrefixCache:
         return found.first(next(ends, 0))
 
     def _find(self, row: Row, hashes: Sequence[bytes], in_files: bool) -> FoundPrefix:
-        """The first cached pages of these hashes, which are all of one kind."""
+        """Returns the first cached pages of these hashes, which are all of one kind."""
         pages = self._pool.find(hashes)
         if self._host is None:
             return FoundPrefix(pages, [], [], [])

@@ -1,8 +1,9 @@
-"""`Engine.replay`: an answer is computed again by the same programs in the same order, with its own tokens
-where the engine sampled them, and with the parameters and keys that it had.
+"""`Engine.replay`: an answer is computed again by the same programs in the same order, with the tokens that
+the engine sampled, and with the parameters and keys that it had.
 
-The chunks of a prompt follow from its length, and a row's bits depend on no other row. So what an answer
-keeps of its past is where its parameters were replaced, and whether its keys were computed anew (`Switch`).
+The chunks of a prompt follow from its length, and a row's bits depend on no other row. So an answer keeps of
+its past only the points at which its parameters were replaced, and whether its keys were computed again
+(`Switch`).
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ def replay_answer(
     params: Mapping[int, Params],
     adapters: AdapterVersions,
 ) -> list[float]:
-    """`Engine.replay`."""
+    """Runs `Engine.replay`."""
     answer = given.answer if isinstance(given, SampleOutput) else given
     if isinstance(answer, Request):
         answer = answer.single_answer
@@ -108,7 +109,7 @@ class _Replay:
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
     def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
-        """matrices: `row_values` of each version of its adapter, if it has one."""
+        """Computes the answer again. matrices: `row_values` of each version of its adapter, if it has one."""
         core = self._core
         row = self._row
         device = self._device
@@ -142,7 +143,7 @@ class _Replay:
         row.restart([*self._answer.request.ids, *self._ids[: max(0, len(self._logprobs) - 1)]])
 
     def _prefill(self, end: float) -> None:
-        """Prefills the row up to this token; after the prompt it has its first token."""
+        """Prefills the row up to this token. After the prompt it has its first token."""
         row = self._row
         while row.num_computed < min(len(row.ids), end):
             chunk = self._core.scheduler.next_chunk(row)
@@ -168,7 +169,9 @@ class _Replay:
         return count
 
     def _masks(self) -> np.ndarray:
-        """uint32 [slots, 1 + draft tokens, words] that allow the answer's next tokens alone, in all slots."""
+        """Returns uint32 [slots, 1 + draft tokens, words] that allow the answer's next tokens alone, in all
+        slots.
+        """
         shape = self._core.shape
         words = -(-self._call.config.vocab_size // 32)
         masks_BQW = np.zeros((shape.rows, 1 + shape.num_draft_tokens, words), np.uint32)

@@ -49,7 +49,7 @@ class ManyRequestFields(_SharedFields, total=False):
 
 
 class SampleFields(_SharedFields, total=False):
-    """The keyword arguments of `sample` that are as of `submit`."""
+    """The keyword arguments of `sample` that it shares with `submit`."""
 
     adapter: str | None
     request_options: "RequestOptions | None"

@@ -246,8 +246,8 @@ def check_started(engine: Any) -> None:
 
 
 async def request_updates(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
-    """True at once, and whenever requests to one engine may have new tokens; False after `quiet` seconds
-    without.
+    """Yields True at once, and whenever requests to one engine may have new tokens. Yields False after
+    `quiet` seconds without them.
     """
     loop = asyncio.get_running_loop()
     event = asyncio.Event()

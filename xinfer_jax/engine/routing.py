@@ -1,5 +1,5 @@
-"""What several engines need: their creation, each with a copy of the parameters, and which of them knows the
-beginning of a prompt.
+"""Functions for several engines: they create the engines, each with a copy of the parameters, and know which
+engine has the beginning of a prompt.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .row import Row
 
 
 class PromptRouter:
-    """Which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
+    """Chooses which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
 
     def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache
@@ -36,8 +36,9 @@ class PromptRouter:
         self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
-        """The engine for a row: that with the lowest order of itself and the pages of the prompt that it was
-        given before; then the one that got no request for the longest time.
+        """Returns the engine for a row: the engine with the lowest `order` of itself and the pages of the
+        prompt that it was given before. Between equal engines it is the one that got no request for the
+        longest time.
         """
         full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
         hashes = hash_pages(row.page_salt, row.ids, [0] * full_pages) if self._prefix_cache else []
@@ -58,7 +59,7 @@ class PromptRouter:
         return engine
 
     def remove(self, engine: Any) -> None:
-        """An engine is gone."""
+        """Removes an engine that is gone."""
         self.given.pop(engine, None)
         self._last_routed.pop(engine, None)
 
@@ -75,7 +76,7 @@ def create_engines(
 
     Args:
         create: makes an engine of a model and one of the options in `each`.
-        remedy: the end of the error where the memory of a CPU is too small.
+        remedy: the end of the error that is raised if the memory of a CPU is too small.
     """
     if groups[0][0].platform == "cpu":  # all engines share one memory
         weights = len(groups) * tree_bytes(model.params)
@@ -94,8 +95,8 @@ def create_engines(
 
 
 def create_role_engines(create: Callable[..., Any], model: Model, options: EngineOptions) -> list[Any]:
-    """Creates engines that prefill, then those that decode. If the model lies on a mesh of k devices, a list
-    of devices is taken in groups of k.
+    """Creates engines that prefill, then engines that decode. If the model lies on a mesh of k devices, a
+    list of devices is taken in groups of k.
     """
     names = ("prefill_devices", "decode_devices")
     sides = {name: _device_groups(name, getattr(options, name), model) for name in names}
@@ -116,8 +117,8 @@ def close_engines(engines: Sequence[Any], close: Callable[[Any], None]) -> None:
 
 
 def _place_params(model: Model, devices: list[jax.Device]) -> Params:
-    """A copy of the parameters on these devices: sharded as the original is over as many, or divided over
-    them.
+    """Returns a copy of the parameters on these devices: sharded as the original is over as many, or divided
+    over them.
     """
     mesh = concrete_mesh_of(model.params)
     if len(devices) != (mesh.size if mesh else 1):
@@ -136,7 +137,7 @@ def _place_params(model: Model, devices: list[jax.Device]) -> Params:
 
 
 def _device_groups(name: str, devices: Any, model: Model) -> list[list[jax.Device]]:
-    """The devices of each engine of a side. name: of the argument."""
+    """Returns the devices of each engine of a side. name: the name of the argument."""
     if not is_sequence(devices) or not len(devices):
         raise InputError(
             f"{name} must be a list of devices, and so for the other side, got {format_value(devices)}"

@@ -1,4 +1,4 @@
-"""`Row`: one answer as the scheduler sees it, and what the scheduler tells the engine to do with it."""
+"""`Row`: one answer as the scheduler sees it. Also has the actions that the scheduler asks of the engine."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ class HeldAdapter:
     """A LoRA adapter of an engine (`Engine.add_adapter`).
 
     Attributes:
-        name: in requests.
+        name: the name in requests.
         index: its place among the adapters on the devices.
-        digest: of its contents: other contents share no pages.
-        version: of its contents: 0, and another after each `update_adapter`.
+        digest: the digest of its contents: other contents share no pages.
+        version: the version of its contents: 0, and another after each `update_adapter`.
         removed: no request may name it.
     """
 
@@ -29,8 +29,8 @@ class HeldAdapter:
 
 
 class Variant(NamedTuple):
-    """How the model of a row differs from its engine's. adapter: by index, -1: none; factors: of the engine's
-    vectors, (): none.
+    """The difference between the model of a row and the model of its engine. adapter: the index of the row's
+    adapter, or -1 for none. factors: the factors of the engine's vectors, or () for none.
     """
 
     adapter: int = -1
@@ -77,28 +77,28 @@ class Row:
 
     @property
     def page_salt(self) -> bytes:
-        """What its pages depend on beside tokens and programs."""
+        """The bytes on which the row's pages depend, in addition to tokens and programs."""
         # No salt of a request begins with b"\xfe".
         return self.salt if self.adapter is None else b"\xfe" + self.adapter.digest + self.salt
 
     @property
     def variant(self) -> Variant:
-        """How its model differs from the engine's."""
+        """The difference between the row's model and the engine's model."""
         return Variant(-1 if self.adapter is None else self.adapter.index, self.factors)
 
     @property
     def is_new(self) -> bool:
-        """Whether it has had no slot yet."""
+        """Returns True if the row has had no slot yet."""
         return self.slot_time == math.inf
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the whole prompt is computed: the row decodes when it has a slot."""
+        """Returns True if the whole prompt is computed. The row then decodes when it has a slot."""
         return self.num_computed >= len(self.ids)
 
     @property
     def is_swapped_out(self) -> bool:
-        """Whether its pages are in host memory."""
+        """Returns True if the row's pages are in host memory."""
         return self.slot is None and self.num_computed > 0 and not self.ended
 
     @property
@@ -112,16 +112,20 @@ class Row:
         return "running" if self.is_prefilled else "prefilling"
 
     def resalt(self, salt_of: Callable[[bytes], bytes]) -> None:
-        """Its pages have the salt of an engine's for its request's."""
+        """Changes the salt of its pages from the salt of its request to the engine's salt for it."""
         self.salt = salt_of(self.salt)
 
     def record_elsewhere(self, computed: int, hits: int) -> None:
-        """Another engine computed the keys of so many tokens, and found those of `hits` tokens."""
+        """Records that another engine computed the keys of `computed` tokens, and found the keys of `hits`
+        tokens in its cache.
+        """
         self.num_computed = computed
         self.hits = hits
 
     def restart(self, ids: Sequence[int]) -> None:
-        """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
+        """Records that the keys of these tokens have to be computed: tokens of its prompt, and tokens that it
+        has sampled.
+        """
         if self.is_prefilled:
             self.logprobs_from = None  # they are known
         self.max_tokens -= len(ids) - len(self.ids)
@@ -135,13 +139,15 @@ class Row:
 
     @property
     def pages_to_continue(self) -> int:
-        """Pages that it needs soon: for its prompt or all computed tokens, and one more."""
+        """The number of pages that it needs soon: pages for its prompt or all computed tokens, and one
+        more.
+        """
         soon = num_pages_for(max(len(self.ids), self.num_computed)) + 1
         return min(num_pages_for(self.longest), soon)
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
-        """Its order among the rows of its client; the lowest goes first."""
+        """Its order among the rows of its client. The lowest goes first."""
         if self.overtaken >= clients.STARVATION_LIMIT:
             return False, 0, 0, self.arrival
         return True, -self.priority, self.answer_group, self.arrival
@@ -195,8 +201,8 @@ class LoadPages(NamedTuple):
 
 
 class ReadPages(NamedTuple):
-    """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits;
-    `Scheduler.stop_waiting_for_files` ends that early.
+    """An action: begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row
+    waits. `Scheduler.stop_waiting_for_files` ends the wait early.
     """
 
     row: Row

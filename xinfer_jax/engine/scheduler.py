@@ -1,6 +1,7 @@
-"""Which rows prefill, which decode, and in which pages: plain Python on the host, without arrays.
+"""The scheduler: it chooses the rows that prefill, the rows that decode, and their pages. It is plain Python
+on the host, without arrays.
 
-The engine executes the actions of `schedule` and `reserve_pages`, and reports what happened by
+The engine executes the actions of `schedule` and `reserve_pages`. It reports what happened by
 `record_prefill`, `record_decode`, `record_read` and `end`.
 """
 
@@ -26,30 +27,30 @@ class Scheduler:
     slots are preempted first, also to give a slot to a client with less than its share.
 
     Time slices: while a client without a slot waits, the row that has had its slot for the longest time is
-    preempted: after one time slice for a new row, and after as many time slices as there are slots for a row
-    that was preempted before. So a new client waits for a time slice or less, and if all answers are long,
-    about one row in each time slice is swapped out and in. No row is preempted for this while the rows that
-    are swapped out fill as many pages as the device has.
+    preempted. A new row is preempted after one time slice. A row that was preempted before is preempted after
+    as many time slices as there are slots. So a new client waits for a time slice or less, and if all answers
+    are long, about one row in each time slice is swapped out and in. No row is preempted for this while the
+    rows that are swapped out fill as many pages as the device has.
 
-    Prefill: of a prompt of n tokens the first (n - 1) // chunk * chunk are prefilled in full chunks, the rest
-    page by page. So n alone decides which program computes a token. The prefix cache reuses whole chunks, but
-    never the last.
+    Prefill: if a prompt has n tokens, the first (n - 1) // chunk * chunk are prefilled in full chunks, and
+    the rest page by page. So n alone decides which program computes a token. The prefix cache reuses whole
+    chunks, but never the last.
 
-    Host tier: pages that the prefix cache evicts are saved in host memory. A row loads those of its prompt, a
-    few in an action, where it would prefill them. They count as prefilled ones: no row is preempted for them
-    that would not be for a prompt. A row whose next pages are in files waits until they are in host memory,
-    apart from the waiting rows, of which others go on.
+    Host tier: pages that the prefix cache evicts are saved in host memory. A row loads the pages of its
+    prompt, a few in an action, when it would prefill them. They count as prefilled: rows are preempted for
+    them only as they are for a prompt. A row whose next pages are in files waits until they are in host
+    memory. It does not wait in the queue, so other waiting rows continue.
 
     Args:
-        rows: number of slots.
-        pages: of the pool, page 0 included.
-        capacity: tokens of a row at most.
-        chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
-        prefix_cache: whether rows share pages.
+        rows: the number of slots.
+        pages: the number of pages of the pool, page 0 included.
+        capacity: the most tokens of a row.
+        chunk: the tokens of a full chunk, a multiple of `PAGE_SIZE`.
+        prefix_cache: True: rows share pages.
         host: the prefix cache beyond the device.
-        snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
-            chunks, and cached pages are reused only up to one.
-        time_slice: seconds; 0: there are no time slices.
+        snapshots: snapshots of recurrent states, if the model has these. They are taken at the end of some
+            full chunks, and cached pages are reused only up to one.
+        time_slice: seconds. 0: there are no time slices.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Scheduler:
         return [row for row in self.slots if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
-        """The fields of `EngineStats` about rows and pages."""
+        """Returns the fields of `EngineStats` about rows and pages."""
         states = [row.state for row in self.rows_with_slots]
         return dict(
             running=states.count("running"),
@@ -120,8 +121,8 @@ class Scheduler:
         self.clients.add(row)
 
     def schedule(self, now: float = 0.0) -> list[Action]:
-        """Actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`. now:
-        seconds at which the step began.
+        """Returns actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`.
+        now: seconds at which the step began.
         """
         actions: list[Action] = []
         self._now = now
@@ -147,8 +148,8 @@ class Scheduler:
         return actions
 
     def record_prefill(self, chunk: PrefillChunk) -> int:
-        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
-        snapshot into which the row's recurrent states are to be copied; 0: into none.
+        """Records that a chunk's program was called: the prefix cache may find its pages from now on. Returns
+        the snapshot into which the row's recurrent states are to be copied. 0: into none.
         """
         row = chunk.row
         if row.ended:
@@ -159,19 +160,19 @@ class Scheduler:
         return self.prefixes.take_snapshot(row)
 
     def record_read(self, read: ReadPages, count: int) -> None:
-        """Reading from files ended, and its first `count` pages are in host memory."""
+        """Records that reading from files ended, and that its first `count` pages are in host memory."""
         if self.host:
             self.host.record_read(read, count)
         self.stop_waiting_for_files(read.row)
 
     def stop_waiting_for_files(self, row: Row) -> None:
-        """A row that waits for files waits for a slot again."""
+        """Makes a row that waits for files wait for a slot again."""
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]
             self.clients.add(row)
 
     def reserve_pages(self, steps: int) -> list[Action]:
-        """Allocates pages for the next decode steps of running rows; rows for which none are left are
+        """Allocates pages for the next decode steps of running rows. If no page is left for a row, the row is
         preempted.
         """
         actions: list[Action] = []
@@ -184,14 +185,16 @@ class Scheduler:
         return actions
 
     def record_decode(self, row: Row, tokens: int) -> None:
-        """The row sampled so many tokens. As many keys were written, from the token sampled before on."""
+        """Records that the row sampled `tokens` tokens. The same number of keys was written, from the token
+        sampled before on.
+        """
         row.num_computed += tokens
         self.clients.count_tokens(row, decoded=tokens)
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
-        """Frees the slot and the pages of a row in any state; a second call changes nothing. answer_ids: the
-        tokens that it sampled, to cache their pages; valid: False if its numbers were not finite: none of its
-        pages is found again.
+        """Frees the slot and the pages of a row in any state. A second call changes nothing. answer_ids: the
+        tokens that it sampled, so that their pages are cached. valid: False if its numbers were not finite:
+        none of its pages is found again.
         """
         if row.ended:
             return
@@ -206,11 +209,12 @@ class Scheduler:
         row.ended = True
 
     def set_moving(self, row: Row, moving: bool) -> None:
-        """Whether a row's pages are on the way from or to another engine, so it does not decode."""
+        """Sets whether a row's pages are on the way from or to another engine. A moving row does not
+        decode."""
         row.moving = moving
 
     def withdraw(self, row: Row) -> None:
-        """Takes back a row in any state, with its slot and its pages; it may be submitted again."""
+        """Takes back a row in any state, with its slot and its pages. It may be submitted again."""
         self.prefixes.release_host_pages(row)
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]
@@ -220,7 +224,7 @@ class Scheduler:
             self._free(row)
 
     def restart(self, row: Row, ids: Sequence[int]) -> None:
-        """`Row.restart` of a row that waits again, without pages."""
+        """Runs `Row.restart` for a row, which waits again, without pages."""
         self.withdraw(row)
         row.restart(ids)
         row.page_hashes = row.token_hashes = ()
@@ -229,11 +233,11 @@ class Scheduler:
         self.preemptions += 1
 
     def _may_share(self, row: Row) -> bool:
-        """Whether other rows may find its pages."""
+        """Returns True if other rows may find the row's pages."""
         return self.prefix_cache and not row.factors
 
     def lend_pages(self, row: Row, tokens: int) -> list[Action]:
-        """Gives pages for so many tokens to a row that needs no slot, and preempts rows for them."""
+        """Gives pages for this number of tokens to a row that needs no slot, and preempts rows for them."""
         actions: list[Action] = []
         self._allocate(row, tokens, actions)
         return actions
@@ -241,10 +245,16 @@ class Scheduler:
     def cache_pages_of_answer(
         self, salt: bytes, ids: Sequence[int], first: int
     ) -> tuple[list[Action], list[int]]:
-        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
-        ids: the tokens from the first of the prompt on, in full pages, of which those from `first` on are
-        new. Returns actions, and the pages, to be written after them before the next program; [] without
-        enough pages.
+        """Caches pages for keys that another engine decoded, which prompts with `share_answers` find from now
+        on.
+
+        Args:
+            ids: the tokens from the first token of the prompt on, in full pages. The tokens from `first` on
+                are new.
+
+        Returns:
+            Actions, and the pages. Write the pages after the actions and before the next program. [] if there
+            are not enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
@@ -265,7 +275,9 @@ class Scheduler:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
     def forget_prompt(self, row: Row) -> None:
-        """Its adapter is replaced: it finds pages anew, or continues with its own, which are not shared."""
+        """Records that the row's adapter is replaced: the row searches for pages again, or continues with its
+        own pages, which are not shared.
+        """
         self.prefixes.release_host_pages(row)
         row.page_hashes = row.token_hashes = ()
         row.cacheable &= row.state == "waiting" and not row.is_swapped_out
@@ -310,8 +322,8 @@ class Scheduler:
         return True
 
     def _fits(self, row: Row, hits: list[int], preempted: Sequence[Row] = ()) -> bool:
-        """Whether, once some rows are preempted, there is a slot, and pages for the prompt beyond its cached
-        ones, with one more for every row.
+        """Returns True if the row fits once some rows are preempted. It needs a slot, pages for the prompt
+        beyond its cached pages, and one more page for every row.
         """
         released = (page for other in preempted for page in other.pages)
         available = self.pool.num_available_after(released, hits)
@@ -368,8 +380,8 @@ class Scheduler:
         return [row for row in new if row.state == "prefilling"]
 
     def _over_time(self, row: Row, seconds: float) -> list[Row]:
-        """The rows that may be preempted for a row as they have had their slots for so long, the longest
-        first.
+        """Returns the rows that may be preempted for a row as they have had their slots for so long, the
+        longest first.
         """
         over = [other for other in self.rows_with_slots if other.slot_time + seconds <= self._now]
         over = [other for other in over if other.priority <= row.priority and not other.moving]
@@ -412,8 +424,8 @@ class Scheduler:
         return LoadPages(row, pages, host_pages, PAGE_SIZE)
 
     def next_chunk(self, row: Row) -> PrefillChunk:
-        """The next prefill chunk of a row. If cached pages end within a full chunk, its rest goes page by
-        page.
+        """Returns the next prefill chunk of a row. If cached pages end within a full chunk, its rest goes
+        page by page.
         """
         start = row.num_computed
         end = len(row.ids)
@@ -423,8 +435,8 @@ class Scheduler:
         return PrefillChunk(row, start, count, is_full, start + count == end, width)
 
     def _allocate(self, row: Row, tokens: int, actions: list[Action]) -> bool:
-        """Gives a row pages for so many tokens, and preempts younger rows for them; False if older rows have
-        all others.
+        """Gives a row pages for this number of tokens, and preempts younger rows for them. Returns False if
+        older rows have all other pages.
         """
         missing = num_pages_for(tokens) - len(row.pages)
         while self.pool.num_available < missing:
@@ -437,13 +449,13 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, actions: list[Action]) -> list[int]:
-        """Pages that are available; those evicted for them are saved."""
+        """Returns pages that are available. The pages evicted for them are saved."""
         if self.host and (short := count - len(self.pool.free)) > 0:
             actions += self.host.save(self.pool.evict(max(short, COPIED_PAGES)))
         return self.pool.allocate(count)
 
     def _preempt(self, row: Row) -> Swap:
-        """Frees a row's slot and pages, and queues it; the swap saves them first."""
+        """Frees a row's slot and pages, and queues it. The swap saves them first."""
         swap = self.swap(row, True)
         self._free(row)
         self.clients.add(row, preempted=True)
@@ -451,7 +463,7 @@ class Scheduler:
         return swap
 
     def swap(self, row: Row, out: bool) -> Swap:
-        """The action that moves the computed pages of a row with a slot."""
+        """Returns the action that moves the computed pages of a row with a slot."""
         assert row.slot is not None
         return Swap(row, row.slot, row.pages[: num_pages_for(row.num_computed)], out)
 

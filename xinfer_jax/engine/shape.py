@@ -47,12 +47,12 @@ class EngineShape(EngineOptions):
     Attributes:
         cache_dtype: a float type, or a name in the table of cache dtypes.
         processors, vectors: `HeldProcessors`, `HeldVectors`.
-        weight_bytes: of parameters and adapters.
-        page_bytes: of one page in all layers.
-        state_bytes: of one row's recurrent states in all layers; 0: the model has none.
-        snapshots: of such states, which the prefix cache keeps.
-        adapter_bytes: of all adapters.
-        num_routes: experts of a token in all layers, which are recorded with its keys; 0: they are not.
+        weight_bytes: the bytes of parameters and adapters.
+        page_bytes: the bytes of one page in all layers.
+        state_bytes: the bytes of one row's recurrent states in all layers. 0: the model has none.
+        snapshots: the number of snapshots of such states that the prefix cache keeps.
+        adapter_bytes: the bytes of all adapters.
+        num_routes: experts of a token in all layers, which are recorded with its keys. 0: they are not.
     """
 
     capacity: int = 0
@@ -70,7 +70,7 @@ class EngineShape(EngineOptions):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of each pass; 0: no speculative decoding."""
+        """Draft tokens of each pass. 0: no speculative decoding."""
         return self.draft_tokens if self.draft else 0
 
     @property
@@ -79,7 +79,7 @@ class EngineShape(EngineOptions):
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
     def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
-        """The bytes of an engine of this shape."""
+        """Returns the bytes of an engine of this shape."""
         vectors = len(self.vectors) if self.vectors else 0
         row = 2 * MAX_ENTRIES + 4 * self.capacity + MAX_DECODE_TOKENS * (12 + 16 * MAX_LOGPROBS)
         row += 4 * MAX_DECODE_TOKENS * -(-config.vocab_size // 32) * self.support
@@ -101,8 +101,8 @@ class EngineShape(EngineOptions):
 
 
 def check_options(model: Model, options: EngineOptions) -> EngineOptions:
-    """Returns the options with plain numbers; without a prefix cache if the engine only decodes: a prefix is
-    found where prompts are prefilled. Raises InputError for values that no engine can have.
+    """Returns the options with plain numbers. If the engine only decodes, they have no prefix cache: a prefix
+    is found by the engine that prefills prompts. Raises InputError for values that no engine can have.
     """
     checked: Any = {}
     for field in dataclasses.fields(options):
@@ -125,8 +125,8 @@ def check_options(model: Model, options: EngineOptions) -> EngineOptions:
 
 
 def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
-    """Returns the sizes of an engine. options: from `check_options`. Raises InputError for a model, or sizes,
-    that no engine can have.
+    """Returns the sizes of an engine. options: the result of `check_options`. Raises InputError for a model,
+    or sizes, that no engine can have.
     """
     config = model.config
     check_causal(config, "an engine")
@@ -160,7 +160,9 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
 
 
 def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
-    """`EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the host."""
+    """Runs `EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the
+    host.
+    """
     plan = shape.memory_plan(model.params, model.config)
     rows = ", fewer rows" if shape.state_bytes else ""
     plan.check(f"ask for fewer pages{rows}, or a smaller cache_dtype")
@@ -176,7 +178,7 @@ def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
-    """`EngineOptions.capacity`, or its default."""
+    """Returns `EngineOptions.capacity`, or its default."""
     if capacity is None:
         capacity = min(_DEFAULT_CAPACITY, config.context_length)
     return check_integer("capacity", capacity, 2, config.context_length)
@@ -190,7 +192,7 @@ def _check_number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _check_host_pages(model: Model, options: EngineOptions) -> None:
-    """Raises InputError where the options of pages beyond the device contradict each other."""
+    """Raises InputError if the options of pages beyond the device contradict each other."""
     host_pages = options.host_pages
     directory = options.page_directory
     if host_pages and state_bytes(model.config):
@@ -207,7 +209,9 @@ def _check_host_pages(model: Model, options: EngineOptions) -> None:
 
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
-    """What the bits of a page depend on, beside its tokens and the programs that wrote them."""
+    """Returns the settings on which the bits of a page depend, in addition to its tokens and the programs
+    that wrote them.
+    """
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
     pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype, None, shape.num_routes))
     mesh = concrete_mesh_of(params)
@@ -225,13 +229,15 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:
-    """Tokens of a prompt and its answer that an `Engine` of these arguments can hold (`usable_capacity`)."""
+    """Returns tokens of a prompt and its answer that an `Engine` of these arguments can hold
+    (`usable_capacity`).
+    """
     capacity = check_capacity(config, capacity)
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 
 
 def _adapter_bytes(model: Model, rank: Any) -> int:
-    """Bytes of an adapter of this rank on every matrix of the layers."""
+    """Returns the bytes of an adapter of this rank on every matrix of the layers."""
     if any(isinstance(leaf, AdaptedWeight) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
         raise InputError("the model has an adapter already: leave out max_adapters, or load it without")
     itemsize = activation_dtype(model.params).itemsize
@@ -239,8 +245,9 @@ def _adapter_bytes(model: Model, rank: Any) -> int:
 
 
 def _default_pages(shape: EngineShape, model: Model) -> int:
-    """Half of the memory that the other parts of the plan leave; at least what one row fills, at most twice
-    what all fill. shape: without pages.
+    """Returns the default number of pages. They fill half of the memory that the other parts of the plan
+    leave. They are at least enough for one row, and at most twice the number that all rows fill. shape: the
+    shape without pages.
     """
     plan = shape.memory_plan(model.params, model.config)
     devices = model.params["final_norm"].sharding.addressable_devices

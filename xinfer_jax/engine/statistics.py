@@ -87,7 +87,9 @@ class EngineCounters:
 
 
 def collect_stats(engines: Sequence[Any], counters: Sequence[EngineCounters]) -> EngineStats:
-    """Statistics of all these engines together. counters: of the requests that callers gave them."""
+    """Returns the statistics of all these engines together. counters: counters of the requests that callers
+    gave them.
+    """
     each = [engine.counts() for engine in engines]
     stats: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
     stats["requests"] = sum(own.requests for own in counters)

@@ -56,8 +56,8 @@ def requests_of(
     keys: Sequence[Any],
     request_options: RequestOptions,
 ) -> Iterator[Request]:
-    """A request to an engine for each prompt; all share the checked options and their arrays. keys: of each,
-    [1], into which no number is folded any more. Raises InputError.
+    """Returns a request to an engine for each prompt. All share the checked options and their arrays. keys:
+    the key of each prompt, [1], into which no number is folded any more. Raises InputError.
     """
     model = engine.model
     request_options = request_options.checked(engine)
@@ -88,7 +88,7 @@ def requests_of(
 
 
 def _checked_options(engine: Any, options: GenerateOptions) -> GenerateOptions:
-    """The options as `validate_call` takes them. Raises InputError for options of an engine."""
+    """Returns the options as `validate_call` takes them. Raises InputError for options of an engine."""
     for name, why in _ENGINE_OPTIONS.items():
         if (value := getattr(options, name)) != getattr(GenerateOptions, name):
             raise InputError(f"{name}={format_value(value)} is not for a request: {why}")
@@ -126,7 +126,9 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
 
 
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
-    """Sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile programs."""
+    """Returns sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile
+    programs.
+    """
     settings = options.sampling
 
     def convert(sampling: Any) -> Any:
@@ -148,8 +150,8 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
 
 
 def _options_of_prompts(options: Any, prompts: int) -> list[Any]:
-    """The options of each prompt. Options for several prompts have arguments of processors with as many rows,
-    as in `generate`.
+    """Returns the options of each prompt. Options for several prompts have arguments of processors with the
+    same number of rows, as in `generate`.
     """
     each = _per_prompt("options", options, prompts)
     pairs = getattr(options, "processors", None)
@@ -168,7 +170,9 @@ def _options_of_prompts(options: Any, prompts: int) -> list[Any]:
 
 
 def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
-    """The key of each prompt, uint32 [1, 2]; no program is compiled for it. keys: as of `submit_many`."""
+    """Returns the key of each prompt, uint32 [1, 2]. No program is compiled for it. keys: see
+    `submit_many`.
+    """
     if isinstance(keys, list | tuple):
         return [_prompt_keys(key, 1)[0] for key in _per_prompt("keys", keys, prompts)]
     numbers = np.arange(prompts), np.zeros(prompts, np.int32)

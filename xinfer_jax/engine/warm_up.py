@@ -1,5 +1,6 @@
-"""Compiling an engine's programs: those that a short greedy request needs before the engine is ready, the
-others in the background, one kind of request after another. A call waits for its own program only.
+"""Compilation of an engine's programs. The programs of a short greedy request compile before the engine is
+ready. The others compile in the background, for one kind of request after another. A call waits for its own
+program only.
 """
 
 import logging
@@ -51,7 +52,9 @@ class WarmUp:
             self.is_waiting = False
 
     def is_ready(self, stages: frozenset[str]) -> bool:
-        """Returns whether these stages are compiled. Those that are not begin now, beside what compiles."""
+        """Returns True if these stages are compiled. If some are not, they begin now, in addition to the
+        stages that compile already.
+        """
         needed = stages & self._left.keys()
         for name in needed:
             self._begin(name)
@@ -61,7 +64,7 @@ class WarmUp:
         """Begins to compile these stages, one after another, and returns. A stage begins when a request needs
         it, or once the engine has been idle, or after some seconds: compiling takes the processors from
         requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
-        is_busy: whether the engine has requests.
+        is_busy: returns True if the engine has requests.
         """
         self._left = dict(stages)
 
@@ -96,7 +99,9 @@ class WarmUp:
             self._left = {other: stage for other, stage in self._left.items() if other != name}
 
     def finish(self) -> None:
-        """No call waits any more: what is not compiled compiles when it runs."""
+        """Ends the waiting: from now on no call waits, and a program that is not compiled compiles when it
+        runs.
+        """
         self._left = {}
         self.complete = True
 
@@ -105,7 +110,7 @@ class WarmUp:
         self._stopped.set()
 
     def _next_stage(self, is_busy: Callable[[], bool]) -> str | None:
-        """Returns the next stage that has not begun, after waiting for an idle engine; None at the end."""
+        """Returns the next stage that has not begun, after waiting for an idle engine, or None at the end."""
         began = idle_since = time.monotonic()
         while threading.main_thread().is_alive() and not self._stopped.is_set():
             rest = [name for name in self._left if name not in self._begun]
@@ -122,10 +127,11 @@ class WarmUp:
 def create_device(
     params: Params, config: ModelConfig, shape: EngineShape, warm_up: bool, is_busy: Callable[[], bool]
 ) -> tuple[Device, WarmUp]:
-    """A device that can answer a short greedy request, and what compiles its other programs.
+    """Returns a device that can answer a short greedy request, and the `WarmUp` that compiles its other
+    programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
-    warm_up: wait for all programs; is_busy: whether the engine has requests.
+    warm_up: True: wait for all programs. is_busy: returns True if the engine has requests.
     """
     warm = WarmUp()
     if concrete_mesh_of(params) is not None:

@@ -8,16 +8,18 @@ from .row import HeldAdapter
 
 
 class WeightSwitch:
-    """Replaces the parameters of a core, and says what becomes of unfinished answers.
+    """Replaces the parameters of a core, and decides the fate of unfinished answers.
 
     Attributes:
-        version: of the parameters.
-        recomputes: of the parameters, by None, and of adapters: whether rows computed their keys anew after
-            the last switch.
+        version: the version of the parameters.
+        recomputes: True for the parameters (key None) or an adapter, if rows computed their keys again after
+            its last switch.
     """
 
     def __init__(self, core: Any, adapter_paths: Sequence[str]):
-        """core: `EngineCore`. adapter_paths: of the matrices that adapters may change."""
+        """Makes the switch of a core. core: `EngineCore`. adapter_paths: the paths of the matrices that
+        adapters may change.
+        """
         self._core = core
         self._adapter_paths = adapter_paths
         self.version = 0
@@ -31,8 +33,9 @@ class WeightSwitch:
 
         Args:
             contents: the parameters, or (a, b, scale) of each matrix of the adapter.
-            version: of these.
-            recomputes: rows compute their keys anew; else they go on with those that they have.
+            version: the version of the contents.
+            recomputes: True: rows compute their keys again. False: they continue with the keys that they
+                have.
         """
         self._core.sample_firsts()
         self.recomputes[adapter] = recomputes
@@ -59,7 +62,9 @@ class WeightSwitch:
     def _go_on(
         self, answer: Answer, recomputes: bool, version: int, adapter_version: int | None = None
     ) -> None:
-        """What becomes of an answer whose next tokens come from these versions (`Answer.record_version`)."""
+        """Continues an answer whose next tokens come from these versions (`Answer.record_version`). It
+        restarts the answer if its keys are recomputed.
+        """
         restarts = recomputes and answer.row.num_computed > 0
         if answer.has_begun:
             answer.record_version(self.version)  # it may have nothing but found pages

@@ -169,9 +169,9 @@ def fit_leaves(
     """Returns trees in the form and place of each engine's parameters, from leaves that come one by one.
 
     Args:
-        engines: of one model.
+        engines: engines of one model.
         leaves: the path and the array of each, in any order.
-        cast, copy: as of `WeightUpdates.update`.
+        cast, copy: see `WeightUpdates.update`.
 
     Raises:
         InputError: a leaf does not fit, or lies on devices of several processes.
@@ -192,7 +192,7 @@ def fit_leaves(
 
 
 def _host_array(x: Any) -> Any:
-    """An array that each of several processes has whole."""
+    """Returns an array that each of several processes has whole."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise InputError(
             "a stream of weights for several processes has whole arrays in each of them: give a tree for"
@@ -209,8 +209,8 @@ def check_mode(mode: str) -> None:
 
 @contextmanager
 def switching(owner: Any, mode: str, adapter: HeldAdapter | None = None) -> Iterator[None]:
-    """Within the `with` block none of the engines takes a step; before it, "wait" lets answers end, and
-    "abort" ends them. adapter: "abort" is for answers with it.
+    """Within the `with` block none of the engines takes a step. Before it, "wait" lets answers end, and
+    "abort" ends them. adapter: if it is given, "abort" ends only answers with it.
     """
     with drained(owner) if mode == "wait" else nullcontext(), without_steps(owner):
         owner.check_open()
@@ -220,7 +220,9 @@ def switching(owner: Any, mode: str, adapter: HeldAdapter | None = None) -> Iter
 
 
 def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
-    """An array that the caller cannot change, placed like the old one: committed where that is, or not."""
+    """Returns an array that the caller cannot change, placed like the old one: committed if the old one
+    is.
+    """
     if isinstance(new, jax.Array) and copy:
         if new.is_fully_addressable and all(device.platform == "cpu" for device in new.devices()):
             new = np.asarray(new)  # nothing to compile

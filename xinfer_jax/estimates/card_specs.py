@@ -1,7 +1,9 @@
-"""Data sheets of GPUs and TPUs, and their descriptions with which XLA compiles on a machine without them.
+"""Data sheets of GPUs and TPUs, and the descriptions of them with which XLA compiles on a machine without
+them.
 
-Of TPUs the memory is that of Google's pages on v5e, v5p, v6e and TPU7x ("System architecture", per chip). A
-chip of TPU7x is two devices, each with half of its memory; the two cores of a v5p chip are one device.
+The memory of TPUs is the memory on Google's pages on v5e, v5p, v6e and TPU7x ("System architecture", per
+chip). A chip of TPU7x is two devices, each with half of its memory. The two cores of a v5p chip are one
+device.
 
 jax is imported when a description is made: commands check their flags before.
 """
@@ -33,7 +35,7 @@ class Card:
     memory_fraction = 0.75  # that jax allocates by default
 
     def mesh(self) -> "jax.sharding.Mesh":
-        """A mesh of one such GPU to compile for."""
+        """Returns a mesh of one such GPU to compile for."""
         from jax.experimental import topologies
 
         major, minor = self.capability
@@ -83,7 +85,7 @@ _WITHOUT_TPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """The data sheet of a TPU device; fields that a `Card` has too have the same meaning."""
+    """The data sheet of a TPU device. Fields that a `Card` also has have the same meaning."""
 
     name: str  # jax's device_kind
     topology: str  # of one chip
@@ -94,7 +96,7 @@ class Tpu:
     capability = (0, 0)
 
     def mesh(self) -> "jax.sharding.Mesh":
-        """A mesh of one such TPU to compile for.
+        """Returns a mesh of one such TPU to compile for.
 
         Raises:
             RuntimeError: libtpu is not installed.

@@ -1,9 +1,8 @@
-"""Shapes of real models, as the contents of their Hugging Face config.json; no download is needed.
+"""Shapes of real models, as the contents of their Hugging Face config.json. No download is needed.
 
-They are in model_shapes.json. Sizes of Gemma 4 are those of the metadata of GGUF files (26B-A4B), and of
-Megatron Bridge's documentation and gemma.cpp's config (E4B). Experts of gpt-oss are in MXFP4:
-`xinfer-jax plan --weights=mxfp4`. The matrices of bitnet-2b are ternary: `xinfer-jax bench
---quantize=ternary`.
+They are in model_shapes.json. Sizes of Gemma 4 are from the metadata of GGUF files (26B-A4B), and from
+Megatron Bridge's documentation and gemma.cpp's config (E4B). Experts of gpt-oss are in MXFP4: `xinfer-jax
+plan --weights=mxfp4`. The matrices of bitnet-2b are ternary: `xinfer-jax bench --quantize=ternary`.
 """
 
 import json
@@ -18,10 +17,10 @@ SHAPES: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8")
 
 
 def hf_config(name_or_dir: str) -> dict[str, Any]:
-    """The config.json of a built-in shape or of a directory.
+    """Returns the config.json of a built-in shape or of a directory.
 
     Raises:
-        InputError: it is neither; the message lists the shapes.
+        InputError: it is neither. The message lists the shapes.
     """
     if name_or_dir in SHAPES:
         return dict(SHAPES[name_or_dir])

@@ -1,4 +1,4 @@
-"""What a model has to read and to compute at least."""
+"""The least number of bytes and operations that a model has to read and to compute."""
 
 import math
 from collections.abc import Sequence
@@ -20,16 +20,17 @@ class Work(NamedTuple):
 
 
 def bytes_per_pass(params: Params) -> int:
-    """Weight bytes that every forward pass reads. A tied embedding matrix counts, because it is also the
-    head; of an untied one, and of one for the inputs of layers, a pass reads only a few rows.
+    """Returns the weight bytes that every forward pass reads. A tied embedding matrix counts, because it is
+    also the head. If the embedding is untied, a pass reads only a few rows of it. The same holds for an
+    embedding of the inputs of layers.
     """
     rows_only = [params.get("layer_embed"), params["embed"] if "lm_head" in params else None]
     return tree_bytes(params) - tree_bytes(rows_only)
 
 
 def prefill_work(config: ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
-    """Work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for the last
-    position) FLOP; reads the weights once.
+    """Returns the work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for
+    the last position) FLOP. It reads the weights once.
     """
     pairs = [
         sum(int(np.minimum(np.arange(1, n + 1), mixer.window or n).sum()) for n in lengths)
@@ -46,8 +47,8 @@ def prefill_work(config: ModelConfig, weight_bytes: int, lengths: Sequence[int])
 def decode_work(
     config: ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int
 ) -> Work:
-    """Work of one decode step of all rows, as the mean of the steps after the first token. It reads the
-    weights once, and each row's keys and values up to its length.
+    """Returns the work of one decode step of all rows, as the mean of the steps after the first token. It
+    reads the weights once, and each row's keys and values up to its length.
     """
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
     mixers = attention_mixers(config)
@@ -60,14 +61,14 @@ def decode_work(
 
 
 def expert_fraction(config: ModelConfig, tokens: int) -> float:
-    """The fraction of the experts that a pass over this many tokens reads. At 1 every expert computes every
-    token.
+    """Returns the fraction of the experts that a pass over this many tokens reads. At 1 every expert computes
+    every token.
     """
     return min(1, tokens * config.num_experts_per_tok / max(config.num_experts, 1))
 
 
 def _layer_weights(config: ModelConfig, tokens: int) -> float:
-    """Number of weights that each token of a pass is multiplied by."""
+    """Returns the number of weights that each token of a pass is multiplied by."""
     all_experts = expert_fraction(config, tokens) == 1
     share = {2: 1, 3: 1 if all_experts else config.num_experts_per_tok / max(config.num_experts, 1)}
     shapes = (spec.shape for spec in jax.tree.leaves(param_specs(config)["layers"]))
@@ -79,14 +80,14 @@ def _head_flop(config: ModelConfig) -> int:
 
 
 def attention_mixers(config: ModelConfig) -> list[SoftmaxAttention]:
-    """The softmax attention of each layer that has it."""
+    """Returns the softmax attention of each layer that has it."""
     mixers = (mixer for layer in range(config.num_hidden_layers) for mixer in config.mixers(layer))
     return [mixer for mixer in mixers if isinstance(mixer, SoftmaxAttention)]
 
 
 def _attention_flop(config: ModelConfig, pairs: Sequence[float]) -> float:
-    """FLOP of the scores and weighted values of this many (query, key) pairs of each attention layer, all
-    heads.
+    """Returns the FLOP of the scores and weighted values of this many (query, key) pairs of each attention
+    layer, all heads.
     """
     widths = (mixer.head_dim for mixer in attention_mixers(config))
     return 4 * config.num_attention_heads * sum(w * n for w, n in zip(widths, pairs, strict=True))

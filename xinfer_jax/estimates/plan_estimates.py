@@ -1,5 +1,5 @@
-"""Estimates what a model needs on each device of a mesh `model=n`, which need not be here: bytes of weights,
-pages and states, and the library's own bound of temporaries.
+"""Estimates the memory of a model on each device of a mesh `model=n`, which need not be here: bytes of
+weights, pages and states, and the library's own bound of temporaries.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class EngineLoad:
 
 
 def valid_mesh_sizes(job: EngineLoad) -> list[int]:
-    """Numbers of devices that divide the model."""
+    """Returns numbers of devices that divide the model."""
     config = job.config
     sizes = {config.num_attention_heads, config.num_experts}
     if any(layer.mlp for layer in config.layers):
@@ -84,8 +84,8 @@ def valid_mesh_sizes(job: EngineLoad) -> list[int]:
 
 @functools.lru_cache
 def device_weights(config: ModelConfig, weights: str, n: int) -> Params:
-    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them. weights: one of
-    `WEIGHTS`.
+    """Returns shapes and dtypes of the parameters on each of n devices, as `load_model` creates them.
+    weights: one of `WEIGHTS`.
     """
     dtype: Any = jnp.float32 if weights == "float32" else jnp.bfloat16
     quantize = None if weights in ("float32", "bfloat16") else weights
@@ -117,12 +117,14 @@ def device_weights(config: ModelConfig, weights: str, n: int) -> Params:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights."""
+    """Returns the number of weights."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
 def mesh_plan(job: EngineLoad, n: int) -> MemoryPlan:
-    """Bytes on each of n devices. Temporaries and logits are at most these: as if no device had a part."""
+    """Returns the bytes on each of n devices. Temporaries and logits are at most these: as if no device had a
+    part.
+    """
     page, state = page_and_state_bytes(job, n)
     parts = dict(
         weights=tree_bytes(device_weights(job.config, job.weights, n)),
@@ -133,27 +135,29 @@ def mesh_plan(job: EngineLoad, n: int) -> MemoryPlan:
 
 
 def page_and_state_bytes(job: EngineLoad, n: int) -> tuple[int, int]:
-    """Bytes of a page, and of a row's recurrent state with its snapshot, on each of n devices."""
+    """Returns the bytes of a page, and of a row's recurrent state with its snapshot, on each of n devices."""
     state = state_bytes(job.config)
     page = (cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) - state) // n
     return page, 2 * (state // n)
 
 
 def row_bytes(job: EngineLoad, n: int) -> int:
-    """Bytes of the pages and the state of one row on each of n devices."""
+    """Returns the bytes of the pages and the state of one row on each of n devices."""
     page, state = page_and_state_bytes(job, n)
     return page * job.pages_per_row + state
 
 
 def smallest_mesh(job: EngineLoad, memory: float) -> int | None:
-    """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
-    on none.
+    """Returns the smallest number of devices with this many bytes of memory each that the job fits on. None:
+    it fits on none.
     """
     return next((n for n in valid_mesh_sizes(job) if mesh_plan(job, n).total <= memory), None)
 
 
 def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:
-    """Bytes of keys and values, of dtype kv, that a row of this length reads on each of n devices."""
+    """Returns the bytes of keys and values, of dtype kv, that a row of this length reads on each of n
+    devices.
+    """
     return sum(
         2 * mixer.num_kv_heads // n * min(mixer.window or length, length)
         * cache_dtype_of(kv).vector_bytes(mixer.head_dim)

@@ -1,21 +1,31 @@
 """Model families: config.json to `ModelConfig`, and names of tensors to leaves of parameters.
 
-In the order to read: `family` is what a file says of a family; `values` checks values of config.json,
-`layer_fields` and `rope_settings` read what several families share; then a file for each family, or for those
-that share most of it (`llama`, `qwen`, `olmo`, `gemma`, `gemma4`, `phi3`, `bitnet`, `mixtral`, `exaone4`,
-`granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`), and
-`grouped_experts` for those with experts as in DeepSeek-V3; `naming` makes the names of all tensors from a
-family's table; `wrappers` finds the text model within one that sees, `reading` is `from_hf`, `writing` its
-inverse `to_hf`; `skipped_tensors` are those that a text model does not read, `conversion` makes trees of
-tensors and tensors of trees, `leaf_assembly` leaves of tensors that come one by one.
+Reading order:
+
+- `family` is the description of a family that its file fills in.
+- `values` checks values of config.json. `layer_fields` and `rope_settings` read the settings that several
+  families share. `grouped_experts` reads those of mixtures of DeepSeek-V3's kind.
+- A file describes each family, or a few that share most of it: `llama`, `qwen`, `olmo`, `gemma`, `gemma4`,
+  `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`,
+  `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`, `apertus`.
+- `naming` makes the names of all tensors from a family's table.
+- `wrappers` finds the text model within a model that also reads images.
+- `reading` is `from_hf`, and `writing` is its inverse `to_hf`.
+- `skipped_tensors` are the tensors that a text model does not read.
+- `conversion` makes trees of tensors and tensors of trees. `leaf_assembly` makes leaves of tensors that come
+  one by one.
+
+Decisions:
 
 - A family is a file here, a line in `plugins.py` and a case in `tests/support/parity_cases.py`.
-- What a model does not support follows from its layers (`config.unsupported`): no family can forget it.
-- Names are data: a table of leaves that differ from `naming.NAMES` and from those of the parts of layers
+- The features that a model does not support follow from its layers (`config.unsupported`): no family can
+  forget one.
+- Names are data: a table of leaves that differ from `naming.NAMES` and from the names of the parts of layers
   (`Mixer.names`), and the tensors that hold several leaves. Shapes are not repeated: rows within such a
   tensor follow from the parameter specs.
-- A setting that would change the result and is not supported is rejected by name, never ignored.
-- A `text_config` beside a vision model's settings is read as if it were the whole file. mrope is accepted:
+- A setting that would change the result and is not supported raises an error that names it. It is never
+  ignored.
+- A `text_config` next to a vision model's settings is read as if it were the whole file. mrope is accepted:
   for text all three positions are equal, so it is plain RoPE.
 - Only `checkpoint` and `from_hf`'s callers import this package.
 """

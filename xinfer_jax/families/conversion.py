@@ -91,8 +91,8 @@ class TensorOfLeaves(NamedTuple):
     """A tensor of a checkpoint that is made of leaves.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the leaves.
+        shape: the shape of the tensor.
+        dtype: the dtype of the leaves.
         make: returns it, its leaves converted by a given function.
     """
 
@@ -122,7 +122,7 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
 
 
 def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
-    """Returns the leaves by their paths; they may be shapes. Errors as in `specs_and_leaves`."""
+    """Returns the leaves by their paths. They may be shapes. It raises the errors of `specs_and_leaves`."""
     check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     leaves = {leaf_name(keys): leaf for keys, leaf in found}
@@ -137,9 +137,8 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
 def plan_tensors(
     specs: Iterable[FileSpec], leaves: Iterable[Any], like: Mapping[str, Any] | None = None
 ) -> dict[str, TensorOfLeaves]:
-    """Returns the tensors that hold these leaves, by name.
-
-    like: tensors of a checkpoint; leaves are joined, or not, as there; None: as in published files.
+    """Returns the tensors that hold these leaves, by name. like: tensors of a checkpoint. Leaves are joined,
+    or not, as they are there. None: as in published files.
     """
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
@@ -250,7 +249,9 @@ def check_shapes(
 
 
 def _is_padded(spec: ParamSpec, shape: Shape) -> bool:
-    """Whether it is the shape of a matrix of the vocabulary with more rows, which divide it over a mesh."""
+    """Returns True if it is the shape of a matrix of the vocabulary with more rows, which divide it over a
+    mesh.
+    """
     return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
 
 
@@ -273,7 +274,7 @@ def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
 def _join(
     spec: FileSpec, shape: Shape, leaves: list[Any], inputs_first: bool, convert: Callable[[Any], Any]
 ) -> Any:
-    """The tensor that holds these leaves. spec: of one of them."""
+    """Returns the tensor that holds these leaves. spec: the spec of one of them."""
     arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
     if spec.interleaved:
@@ -288,7 +289,7 @@ def _join(
 
 
 def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
-    """A leaf from the tensors that hold it."""
+    """Returns a leaf from the tensors that hold it."""
     names = [*spec.tensor_shapes(tensors)]
     tensor = tensors[names[0]]
     xp = tensor.__array_namespace__()
@@ -306,7 +307,7 @@ def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
 
 
 def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
-    """Of each axis of a leaf the one of the tensor that holds it."""
+    """Returns, for each axis of a leaf, the axis of the tensor that holds it."""
     if (unit := spec.unit_axis) is not None:
         return [axis + (axis >= unit) for axis in range(len(spec.shape))]
     swapped = inputs_first or spec.interleaved and len(spec.shape) > 2
@@ -314,8 +315,8 @@ def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
 
 
 def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
-    """The result, divided over a mesh as the source is: eager programs may replicate it. axes: of each of its
-    axes the source's; None: it is not divided.
+    """Returns the result, divided over a mesh as the source is: eager programs may replicate it. axes: for
+    each of its axes, the axis of the source. None: the axis is not divided.
     """
     sharding = getattr(source, "sharding", None)
     if isinstance(source, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
@@ -331,5 +332,5 @@ def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
 
 
 def _groups(spec: FileSpec) -> int:
-    """Groups of rows of the tensor that holds it, of all experts."""
+    """Returns groups of rows of the tensor that holds it, of all experts."""
     return spec.fused_groups * math.prod(spec.shape[: spec.row_axis])

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms after attention and MLP only, and of each head of queries and keys; full layers have no
-rotary embedding where others have a sliding window.
+"""EXAONE 4: norms after attention and MLP only, and norms of each head of queries and keys. If other layers
+have a sliding window, full layers have no rotary embedding.
 """
 
 from collections.abc import Mapping

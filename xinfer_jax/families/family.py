@@ -1,4 +1,4 @@
-"""`Family`: what a family's file says, and the names of tensors in a Hugging Face checkpoint."""
+"""`Family`: the content of a family's file, and the names of tensors in a Hugging Face checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Where the leaves of a layer are in the files, where it differs from `naming.NAMES`."""
+    """The places of the leaves of a layer in the files, if they differ from `naming.NAMES`."""
 
     # Name of a leaf, as "q" or "experts.gate", to that of its tensor or module.
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)

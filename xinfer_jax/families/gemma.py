@@ -1,5 +1,5 @@
-"""Gemma: scaled embeddings, and norms whose weights are offset by 1. Gemma 2 and 3 have norms after attention
-and MLP too; soft caps, or norms of heads and two rotary embeddings.
+"""Gemma: scaled embeddings, and norms whose weights are offset by 1. Gemma 2 and 3 also have norms after
+attention and MLP. Gemma 2 has soft caps, and Gemma 3 has norms of heads and two rotary embeddings.
 """
 
 import math
@@ -22,7 +22,7 @@ from .values import get_boolean, get_integer, get_number, get_optional_number, r
 
 
 def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSpec]:
-    """Fields of both, and a layer. attention: fields of its `AttentionSpec`."""
+    """Returns fields of both, and a layer. attention: fields of its `AttentionSpec`."""
     scalar = get_number(hf, "query_pre_attn_scalar")
     mixer = AttentionSpec(**attention_bias(hf), query_pre_attn_scalar=scalar, **attention)
     fields = dict(

@@ -1,5 +1,5 @@
 """Gemma 4: full layers have heads of another width than sliding ones, and the last layers reuse the keys and
-values of earlier ones. `gemma4_unified` is the same text model beside embedders of images and sound.
+values of earlier ones. `gemma4_unified` is the same text model next to embedders of images and sound.
 """
 
 import dataclasses
@@ -92,14 +92,16 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def _layer_types(hf: Mapping, layers: int) -> list[str]:
-    """The last layer is always full, whatever the list says, as in transformers."""
+    """Returns the types of the layers. The last layer is always full, whatever the list says, as in
+    transformers.
+    """
     types = read_layer_types(hf, layers, (FULL, SLIDING))
     types = types or [SLIDING if (i + 1) % _PERIOD else FULL for i in range(layers)]
     return [*types[:-1], FULL]
 
 
 def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, int]]:
-    """head_dim and num_key_value_heads of each type of layers, by the published names or by
+    """Returns head_dim and num_key_value_heads of each type of layers, by the published names or by
     `per_layer_config`, which transformers 5.23 writes.
     """
     names = ("head_dim", "num_key_value_heads")
@@ -124,7 +126,9 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
 
 
 def _layer_overrides(hf: Mapping, layers: int) -> dict[int, Mapping]:
-    """`per_layer_config` by layer. transformers pads its keys with zeros to one width: "00" to "11"."""
+    """Returns `per_layer_config` by layer. transformers pads its keys with zeros to one width: "00" to
+    "11".
+    """
     given = get_object(hf, "per_layer_config")
     found = {int(key): get_object(given, key) for key in given if re.fullmatch("[0-9]{1,9}", str(key))}
     if len(found) < len(given) or max(found, default=0) >= layers:
@@ -143,7 +147,7 @@ def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfi
 
 
 def _experts(hf: Mapping) -> ExpertsSpec | None:
-    """A mixture of experts beside the MLP of every layer."""
+    """Returns the mixture of experts next to the MLP of every layer."""
     if not get_boolean(hf, "enable_moe_block"):
         return None
     experts = get_integer(hf, "num_experts")
@@ -194,7 +198,9 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused_keys(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of keys and values that files have of layers which use those of another layer."""
+    """Returns the names of keys and values that files have for layers that use the keys and values of another
+    layer.
+    """
     parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
     return {f"model.layers.{layer}.self_attn.{part}" for layer in shared_kv_layers(config) for part in parts}
 

@@ -44,7 +44,7 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused_glm4_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of layers that draft tokens, and of shared experts of width 0."""
+    """Returns the names of layers that draft tokens, and of shared experts of width 0."""
     return draft_layer_names(config, names) | unused_shared_experts(config, names)
 
 

@@ -24,7 +24,7 @@ def _without_alpha(hf: Mapping) -> Mapping:
     wavelengths in the same way at every length.
     """
     scaling = flat_rope_settings(hf)
-    if scaling.get("rope_type", scaling.get("type")) != "dynamic" or not scaling.get("alpha"):
+    if scaling.get("rope_type", scaling.get("type")) != "dynamic" or scaling.get("alpha") is None:
         return hf
     width = get_integer(hf, "head_dim")
     if width < 4:
@@ -35,22 +35,24 @@ def _without_alpha(hf: Mapping) -> Mapping:
 
 
 def read_hunyuan_moe(hf: Mapping, layers: int) -> dict[str, Any]:
-    hf = {**hf, **{name: _same_in_all_layers(hf, name) for name in ("num_experts", "moe_topk")}}
     experts = get_integer(hf, "num_experts")
-    chosen = get_integer_at_most(hf, "moe_topk", experts)
+    chosen = get_integer_at_most(
+        {"moe_topk": _experts_of_a_token(hf["moe_topk"], layers)}, "moe_topk", experts
+    )
     width = get_integer(hf, "intermediate_size")
     spec = ExpertsSpec(experts, chosen, width, shared_intermediate_size=width, shared_gated=False)
     read = read_hunyuan(hf, layers)
     return read | dict(layers=with_experts(read["layers"], (True,) * layers, spec))
 
 
-def _same_in_all_layers(hf: Mapping, name: str) -> Any:
-    """A number, which config.json may give for each layer."""
-    value = hf[name]
+def _experts_of_a_token(value: Any, layers: int) -> Any:
+    """The number in `moe_topk`, which may list it for each layer."""
     if not isinstance(value, list | tuple):
         return value
-    if not value or any(x != value[0] for x in value):
-        raise InputError(f"{name} {format_value(value)} is not supported: only one number for all layers is")
+    if len(value) != layers or any(x != value[0] for x in value):
+        raise InputError(
+            f"moe_topk {format_value(value)} is not supported: give one number for all {layers} layers"
+        )
     return value[0]
 
 

@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5: layers of linear attention (Gated DeltaNet), or of full attention with an output
-gate. Of linear attention Qwen3-Next has two tensors of projections, by key head; Qwen3.5 has more, apart.
+gate. For linear attention Qwen3-Next has two tensors of projections, by key head. Qwen3.5 has more, separate
+tensors.
 """
 
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
-    """Experts in every layer; their weights always sum to 1."""
+    """Reads a model with experts in every layer. Their weights always sum to 1."""
     fields = read_hybrid(hf, layers)
     return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, read_shared_experts(hf)))
 
@@ -86,7 +87,9 @@ _PARTS = dict(q="query", k="key", v="value")
 
 
 def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
-    """Names of a layer of linear attention. own: of z, b and a; joined: tensors with its projections."""
+    """Returns the names of a layer of linear attention. own: the names of z, b and a. joined: tensors with
+    its projections.
+    """
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}
     names |= dict(A_log="A_log", dt_bias="dt_bias", gated_norm="norm.weight", o="out_proj") | own

@@ -28,25 +28,39 @@ STACKED = (
 
 
 def shared_kv_layers(config: ModelConfig) -> list[int]:
-    """The layers whose attention uses the keys and values of another layer."""
+    """Returns the layers whose attention uses the keys and values of another layer."""
     return [i for i, layer in enumerate(config.layers) if layer.attention and layer.attention.shares_kv]
 
 
 def attention_bias(hf: Mapping) -> dict[str, Any]:
-    """Biases of the queries, keys and values, and of the output matrix."""
+    """Returns biases of the queries, keys and values, and of the output matrix."""
     bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
+
+
+def check_default_head_dim(hf: Mapping) -> None:
+    """Raises InputError for heads of another width than `hidden_size` by `num_attention_heads`."""
+    width = get_integer(hf, "hidden_size") // get_integer(hf, "num_attention_heads")
+    if hf["head_dim"] != width:
+        raise InputError(
+            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type {hf['model_type']!r}:"
+            f" leave it out, heads are hidden_size / num_attention_heads wide, {width}"
+        )
 
 
 def with_windows(
     layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerSpec, ...]:
-    """Layers like this one, with these windows. sliding_rope: of those that have one; None: the model's."""
+    """Returns layers like this one, with these windows. sliding_rope: the RoPE of layers that have a window.
+    None: the model's.
+    """
     return tuple(layer.with_mixer(window=window, rope=sliding_rope if window else None) for window in windows)
 
 
 def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
-    """The layer with attention to as many tokens after a token as before it. reach: how many; None: all."""
+    """Returns the layer with attention to as many tokens after a token as before it. reach: the number of
+    tokens. None: all.
+    """
     if reach is None:
         return layer.with_mixer(window=None, ahead=MAX_CONTEXT)
     reach = min(reach, MAX_CONTEXT // 2)  # positions plus a window stay within int32
@@ -54,7 +68,7 @@ def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
 
 
 def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """One `sliding_window` for all layers, or None."""
+    """Returns one `sliding_window` for all layers, or None."""
     if hf.get("layer_types") is not None:  # transformers rejects or ignores it
         raise InputError(
             f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for"
@@ -64,15 +78,14 @@ def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
 
 
 def period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, ...]:
-    """All layers but every period-th have a sliding window."""
+    """Returns the windows of layers of which all except every period-th have a sliding window."""
     get_integer(hf, "sliding_window")
     return layer_windows({**hf, "use_sliding_window": True}, [(i + 1) % period != 0 for i in range(layers)])
 
 
 def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Returns each layer's window from `use_sliding_window`, `sliding_window` and `layer_types`.
-
-    slides: which layers have a window where config.json has no `layer_types`.
+    """Returns each layer's window from `use_sliding_window`, `sliding_window` and `layer_types`. slides: the
+    layers that have a window if config.json has no `layer_types`.
     """
     slides_at_all = get_boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
     window = get_integer(hf, "sliding_window") if slides_at_all else None
@@ -86,7 +99,7 @@ def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
 
 
 def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[str] | None:
-    """Returns `layer_types`, each one of the kinds; None: config.json has none."""
+    """Returns `layer_types`, each one of the kinds. None: config.json has none."""
     types = hf.get("layer_types")
     if types is None:
         return None
@@ -102,7 +115,7 @@ def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[s
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `layer_windows`."""
+    """Returns the inverse of `layer_windows`."""
     window = next(filter(None, config.layer_windows), None)
     types = [SLIDING if w else FULL for w in config.layer_windows]
     return dict(layer_types=types, use_sliding_window=window is not None) | (
@@ -111,7 +124,7 @@ def write_layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_window(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `same_windows`."""
+    """Returns the inverse of `same_windows`."""
     return dict(sliding_window=config.layer_windows[0])
 
 
@@ -127,20 +140,20 @@ def read_experts(
 
 
 def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
-    """Experts, one of which all tokens use."""
+    """Returns experts, one of which all tokens use."""
     shared = get_count(hf, "shared_expert_intermediate_size")
     return read_experts(hf, norm_topk_prob, shared_intermediate_size=shared)
 
 
 def unused_shared_experts(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of shared experts of width 0."""
+    """Returns the names of shared experts of width 0."""
     if config.experts and config.experts.shared_intermediate_size:
         return set()
     return {name for name in names if ".mlp.shared_expert" in name}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_experts`, `read_shared_experts` and `read_sparse_layers`."""
+    """Returns the inverse of `read_experts`, `read_shared_experts` and `read_sparse_layers`."""
     dense = [i for i, layer in enumerate(config.layers) if layer.experts is None]
     settings: dict[str, Any] = dict(mlp_only_layers=dense, decoder_sparse_step=1)
     if experts := config.experts:
@@ -156,7 +169,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 def with_experts(
     layers: Iterable[LayerSpec], sparse: Iterable[bool], experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers, those that are sparse with experts in place of the MLP."""
+    """Returns the layers, with experts in place of the MLP in sparse layers."""
     return tuple(
         dataclasses.replace(layer, feed_forward=experts) if is_sparse else layer
         for layer, is_sparse in zip(layers, sparse, strict=True)

@@ -16,8 +16,8 @@ class LeafAssembler:
     """Makes each leaf as soon as its tensors are here, and then forgets them. So memory holds the tensors of
     unfinished leaves, and not the whole model.
 
-    Tensors may come in any order. Those of a model that also sees are known by the names of its text model,
-    and its other tensors are left out, as `params_from_tensors` does it.
+    Tensors may come in any order. Tensors of a model that also reads images are known by the names of its
+    text model, and its other tensors are left out, as in `params_from_tensors`.
     """
 
     def __init__(self, config: ModelConfig):

@@ -1,5 +1,5 @@
-"""LFM2: most layers are gated short convolutions, the others attention with norms of each head of queries and
-keys; the width of MLPs is computed from `intermediate_size`.
+"""LFM2: most layers are gated short convolutions, and the others are attention with norms of each head of
+queries and keys. The width of MLPs is computed from `intermediate_size`.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,9 @@ def read_lfm2(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def _layer_types(hf: Mapping, layers: int) -> list[str]:
-    """The type of each layer, by `layer_types` or `full_attn_idxs`; without them all are attention."""
+    """Returns the type of each layer, by `layer_types` or `full_attn_idxs`. Without them all are
+    attention.
+    """
     types = read_layer_types(hf, layers, (_CONV, FULL))
     if types is not None:
         return types
@@ -51,7 +53,9 @@ def _layer_types(hf: Mapping, layers: int) -> list[str]:
 
 
 def _mlp_width(hf: Mapping) -> int:
-    """F: two thirds of `intermediate_size`, times a factor, up to a multiple; or that number itself."""
+    """Returns F: two thirds of `intermediate_size`, times a factor, rounded up to a multiple, or
+    `intermediate_size` itself.
+    """
     width = get_integer(hf, "intermediate_size")
     if not get_boolean(hf, "block_auto_adjust_ff_dim"):
         return width

@@ -28,7 +28,9 @@ def _layer(hf: Mapping) -> LayerSpec:
 
 
 def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
-    """`longrope` is how GGUF files have the frequencies of `llama3`: a divisor of each."""
+    """Reads a Llama model. `longrope` is the form of the frequencies of `llama3` in GGUF files: a divisor of
+    each.
+    """
     return dict(rope=read_rope(hf, (*ROPE_TYPES, "longrope")), layers=(_layer(hf),) * layers)
 
 

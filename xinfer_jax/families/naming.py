@@ -1,4 +1,4 @@
-"""`FileSpec`: where a parameter is in a Hugging Face checkpoint, from the names of its family."""
+"""`FileSpec`: the place of a parameter in a Hugging Face checkpoint, from the names of its family."""
 
 import dataclasses
 import math
@@ -65,14 +65,16 @@ class FileSpec(ParamSpec):
 
     @property
     def layout_name(self) -> str | None:
-        """The tensor whose shape says whether the larger one has inputs first; None: it never has."""
+        """The name of the tensor whose shape says whether the larger one has inputs first. None: it never
+        has.
+        """
         if not self.fused_name or len(self.shape) < 3 or self.interleaved:
             return None
         return self.fused_name.replace("gate_up_proj", "down_proj")
 
     def has_inputs_first(self, tensors: Any) -> bool:
-        """Whether a checkpoint with these tensors has all experts in one, and their inputs first, as
-        published Qwen3-VL has: by the shape of down_proj.
+        """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs
+        first, as published Qwen3-VL does. The shape of down_proj decides.
         """
         if not isinstance(tensors, Mapping) or self.layout_name is None or self.fused_name is None:
             return False
@@ -107,7 +109,9 @@ def file_specs(config: ModelConfig) -> Params:
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: as in `Family`; prefix: of a layer's tensors."""
+    """Returns `file_specs` by other names. mixer_names: see `Family`. prefix: the prefix of a layer's
+    tensors.
+    """
     tree = param_specs(config)
     layers = []
     for i, layer in enumerate(tree["layers"]):
@@ -134,8 +138,9 @@ def _named(
     joined: list[tuple[Joined, Any]],
     config: ModelConfig,
 ) -> Params:
-    """The specs of a layer, or of what is in none, with their places in the files. joined: tensors, each with
-    what has the field that `Joined.groups` names, if not the config.
+    """Returns the specs of a layer, or of the parameters outside of layers, with their places in the files.
+    joined: tensors, each with the object that has the field that `Joined.groups` names, if it is not the
+    config.
     """
     flat = {leaf_name(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -156,7 +161,9 @@ def _named(
 
 
 def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -> dict[str, Any]:
-    """The fields of a leaf that this tensor may hold. rows: of each of its leaves; groups: of rows."""
+    """Returns the fields of a leaf that this tensor may hold. rows: the number of rows of each of its leaves.
+    groups: the number of groups of rows.
+    """
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}
     name = tensor.name + ends.get(kind, "")

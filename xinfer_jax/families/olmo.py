@@ -13,13 +13,14 @@ from .layer_fields import (
     EXPERTS,
     STACKED,
     attention_bias,
+    check_default_head_dim,
     period_windows,
     read_experts,
     with_windows,
     write_layer_types,
 )
 from .rope_settings import read_rope_per_layer_type, write_rope_per_layer_type
-from .values import get_boolean, get_integer, reject_setting
+from .values import get_boolean, reject_setting
 
 _THETA = 500000.0
 
@@ -47,12 +48,7 @@ def read_olmo3(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def read_olmoe(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "clip_qkv")
-    width = get_integer(hf, "hidden_size") // get_integer(hf, "num_attention_heads")
-    if hf["head_dim"] != width:  # norms of queries and keys have this width
-        raise InputError(
-            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'olmoe': leave it out,"
-            f" heads are hidden_size / num_attention_heads wide, {width}"
-        )
+    check_default_head_dim(hf)  # norms of queries and keys have this width
     sizes = dict(moe_intermediate_size=hf["intermediate_size"], num_local_experts=None)
     experts = read_experts({**hf, **sizes}, get_boolean(hf, "norm_topk_prob"))
     layer = LayerSpec((AttentionSpec(**attention_bias(hf), qk_norm="joint"),), experts)

@@ -1,4 +1,6 @@
-"""Phi-3: q, k and v in one tensor, gate and up in another; longrope, also of a part of each head."""
+"""Phi-3: q, k and v are one tensor, and gate and up are another. It has longrope, also for a part of each
+head.
+"""
 
 from collections.abc import Mapping
 

@@ -29,7 +29,7 @@ from .values import get_boolean, get_count
 
 
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """Layers from `max_window_layers` on have a sliding window."""
+    """Returns the windows of the layers. Layers from `max_window_layers` on have a sliding window."""
     first = get_count(hf, "max_window_layers")
     return layer_windows(hf, [i >= first for i in range(layers)])
 

@@ -22,8 +22,9 @@ _NEEDED = dict(
 def read_rope(
     hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False, interleaved: bool = False
 ) -> RopeConfig:
-    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`: one of
-    these types, where `partial` also of a part of each head. interleaved: the field. Raises InputError.
+    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`. It has
+    one of these types. partial: True: it may rotate a part of each head. interleaved: the field of the
+    result. Raises InputError.
     """
     scaling = flat_rope_settings(hf)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -91,10 +92,10 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
 
 
 def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeConfig, RopeConfig | None]:
-    """Returns the embeddings of full and of sliding layers, where they may differ; None: they are equal.
+    """Returns the embeddings of full and of sliding layers if they may differ, or None if they are equal.
 
-    Older files have `rope_scaling` for the full layers; newer ones have `rope_parameters` per layer type.
-    sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.
+    Older files have `rope_scaling` for the full layers. Newer files have `rope_parameters` per layer type.
+    sliding_theta: the rope_theta of the sliding layers if `rope_parameters` has none.
     """
 
     def layer_type_rope(parameters: Mapping, theta: float) -> RopeConfig:
@@ -109,14 +110,14 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeCon
 
 
 def write_rope_per_layer_type(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_rope_per_layer_type`."""
+    """Returns the inverse of `read_rope_per_layer_type`."""
     sliding = next((config.layer_rope(i) for i, window in enumerate(config.layer_windows) if window), None)
     ropes = {FULL: config.rope, SLIDING: sliding or config.rope}
     return dict(rope_parameters={kind: write_rope(rope) for kind, rope in ropes.items()})
 
 
 def rope_per_layer_type(hf: Mapping) -> dict[str, Mapping]:
-    """Returns `rope_parameters` of full and of sliding layers, empty where there are none."""
+    """Returns `rope_parameters` of full and of sliding layers. They are empty if there are none."""
     given = get_object(hf, "rope_parameters")
     kinds = (FULL, SLIDING)
     if not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):

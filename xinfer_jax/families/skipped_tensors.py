@@ -31,25 +31,27 @@ _PREFIXES = {
 
 
 def find_prefix(name: str) -> str:
-    """The prefix that says which part of the checkpoint a tensor belongs to; "": the text model."""
+    """Returns the prefix that says which part of the checkpoint a tensor belongs to. "": the text model."""
     return next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
 
 
 def text_name(name: str) -> str | None:
-    """The name that the text model alone would have for this tensor; None: it is of another part."""
+    """Returns the name that the text model alone would have for this tensor. None: it is of another part."""
     prefix = find_prefix(name)
     renamed = _PREFIXES.get(prefix, "")
     return None if renamed is None else renamed + name.removeprefix(prefix)
 
 
 def full_name(own: str, other: str) -> str:
-    """The name that the text model's own name has beside another one of the same checkpoint."""
+    """Returns the full name of a tensor of the text model: its own name with the prefix that another name in
+    the same checkpoint has.
+    """
     prefix = find_prefix(other)
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
 
 
 def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Of names within the text model, those that a checkpoint may have and that change nothing."""
+    """Returns the names within the text model that a checkpoint may have and that change nothing."""
     unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     return unused | load("family", config.model_type).unused(config, names)

@@ -21,7 +21,7 @@ _NUMBER = (1e-6, 1e9)  # all others
 
 
 def get_number(hf: Mapping, name: str, default_range: tuple[float, float] = _NUMBER) -> float:
-    """Returns a positive number. default_range: least and most where the name has no range of its own."""
+    """Returns a positive number. default_range: least and most for a name that has no range."""
     value = hf.get(name)
     (least, most) = _RANGES.get(name, default_range)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -69,7 +69,7 @@ def get_numbers(hf: Mapping, name: str) -> tuple[float, ...]:
 
 
 def get_object(hf: Mapping, name: str) -> Mapping:
-    """Returns an object, empty where there is none."""
+    """Returns an object, or an empty one if there is none."""
     value = {} if hf.get(name) is None else hf[name]
     if not isinstance(value, Mapping):
         raise InputError(f"config.json: {name} must be an object, got {format_value(value)}")
@@ -77,7 +77,7 @@ def get_object(hf: Mapping, name: str) -> Mapping:
 
 
 def reject_setting(hf: Mapping, name: str) -> None:
-    """Raises InputError where a setting that this family does not support is set."""
+    """Raises InputError if a setting that this family does not support is set."""
     if hf.get(name) is not None and hf[name] is not False:
         raise InputError(
             f"{name} {format_value(hf[name])} is not supported for model_type {hf['model_type']!r}"

@@ -55,8 +55,9 @@ def placeholder_ids(hf: Mapping[str, Any]) -> dict[int, str]:
 
 
 def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
-    """Whether the embedding is the head too if files have no head, and is not if they have one: config.json
-    does not say it, and its default, or the text model's settings, do. So transformers loads such a model.
+    """Returns True if the embedding is also the head in files without a head, and is not in files with one.
+    This is so if config.json does not decide, but its default or the settings of the text model do.
+    transformers loads such a model in this way.
     """
     kind = hf.get("model_type")
     text = hf.get("text_config")
@@ -66,8 +67,9 @@ def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
 
 
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
-    outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
+    """Returns the settings of the text model: config.json itself, or its `text_config` with the fields that
+    only the outer object has. Images are not served: the settings of a vision model are not read. Raises
+    InputError.
     """
     outer_type = hf.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in WRAPPERS:

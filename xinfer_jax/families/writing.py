@@ -51,7 +51,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _causal(layer: LayerSpec) -> LayerSpec:
-    """The layer without attention to later tokens: the inverse of `with_later_tokens`."""
+    """Returns the layer without attention to later tokens: the inverse of `with_later_tokens`."""
     attention = layer.attention
     if attention is None or not attention.ahead:
         return layer

@@ -26,16 +26,16 @@ def mixture_of_experts(
     *,
     chosen: Sequence[jax.Array] | None = None,
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017).
+    """Runs a sparse feed-forward (Shazeer et al. 2017).
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router", as `Router.choose` takes it; "experts": the tree of a gated MLP with a first axis X;
-            its matrices may be quantized. Both may have biases.
-        config: of the model; its `experts` and the activation.
+        layer: "router", as `Router.choose` takes it, and "experts", the tree of a gated MLP with a first axis
+            X. Its matrices may be quantized. Both may have biases.
+        config: the config of the model, for its `experts` and the activation.
         run_config: its `over` divides the experts: the devices' outputs are summed. The derivative of a
-            kernel is that of the plain form.
-        chosen: weights and experts of each token; None: those that the router chooses for x.
+            kernel is the derivative of the plain form.
+        chosen: weights and experts of each token. None: the router chooses them for x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -64,7 +64,7 @@ def mixture_of_experts(
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
-    """One expert's MLP for all tokens, float32 [M, D]."""
+    """Returns one expert's MLP for all tokens, float32 [M, D]."""
     if config.experts is None or config.experts.swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
@@ -72,7 +72,7 @@ def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Arr
 
 
 def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The function of an expert's gate and up, [M, F] each: its output is the input of down."""
+    """Returns the function of an expert's gate and up, [M, F] each: its output is the input of down."""
     swiglu = config.experts.swiglu if config.experts else None
     if swiglu is None:
         return lambda gate, up: activation(config)(gate) * up
@@ -86,7 +86,7 @@ def swish(alpha: float, x: jax.Array) -> jax.Array:
 
 
 def expert_at(expert: jax.Array, experts: Params) -> Params:
-    """The leaves of one expert."""
+    """Returns the leaves of one expert."""
     return run("expert_at", _expert_at, expert=expert, experts=experts)
 
 
@@ -95,19 +95,21 @@ def _expert_at(expert: jax.Array, experts: Params) -> Params:
 
 
 def num_local_experts(experts: Params) -> int:
-    """Experts of this device."""
+    """Returns experts of this device."""
     return len(jax.tree.leaves(experts)[0])
 
 
 def plain_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], float32: the experts' outputs with their weights, in plain jnp."""
+    """Returns [M, D], float32: the experts' outputs with their weights, in plain jnp."""
     size = expert_MU.size  # it may be symbolic
     mix = _chosen_experts if isinstance(size, int) and size < config.num_experts else _all_experts
     return mix(x_MD, weight_MU, expert_MU, experts, config)
 
 
 def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D]: one chosen expert after the other; reads no other expert. For few tokens."""
+    """Returns [M, D]. It computes one chosen expert after the other, and reads no other expert. It is for few
+    tokens.
+    """
 
     def one(x_D, expert):  # float32 [D]
         tree = expert_at(expert, experts)
@@ -125,7 +127,9 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
 
 def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
+    """Returns [M, D]. It computes every expert for all tokens, and uses the outputs at the tokens that chose
+    it. It reads each expert once.
+    """
     used_MUX = expert_MU[..., None] == jnp.arange(num_local_experts(experts))
     weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 

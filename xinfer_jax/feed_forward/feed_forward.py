@@ -23,7 +23,7 @@ class FeedForward:
     names: ClassVar[Mapping[str, str]] = {}
 
     def param_specs(self) -> Params:
-        """The specs of its parameters by name, without those of norms around it."""
+        """Returns the specs of its parameters by name, without the norms around it."""
         raise NotImplementedError
 
     def forward(
@@ -35,15 +35,15 @@ class FeedForward:
         run_config: RunConfig,
         given_BTU: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The output, [B, T, D], and the experts of each token, int32 [M, U], if it has some.
+        """Returns the output, [B, T, D], and the experts of each token, int32 [M, U], if it has some.
 
         Args:
-            params: of the layer.
+            params: the parameters of the layer.
             x_BTD: hidden states.
-            before: a norm of the hidden states, which comes first; None: there is none.
-            residual: is added to the output, [B, T, D]; None: nothing is.
-            run_config: how the program is made.
-            given_BTU: experts in place of those that the router chooses; a token with -1 has the router's.
+            before: a norm of the hidden states, which comes first. None: there is none.
+            residual: an array that is added to the output, [B, T, D]. None: nothing is.
+            run_config: the settings of the program.
+            given_BTU: experts in place of the router's choice. A token with -1 has the router's choice.
         """
         raise NotImplementedError
 

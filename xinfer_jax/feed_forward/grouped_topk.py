@@ -74,7 +74,7 @@ class GroupedTopkRouter(Router):
         return weight_MU * spec.routed_scaling_factor, expert_MU
 
     def _within_groups(self, choice_MX: jax.Array) -> jax.Array:
-        """The scores that experts are chosen by, masked in the groups that a token does not use."""
+        """Returns the scores that experts are chosen by, masked in the groups that a token does not use."""
         spec: Any = self.spec.router
         by_group = choice_MX.reshape(choice_MX.shape[0], spec.n_group, -1)
         best_in_group = lax.top_k(by_group, 2 if spec.group_score == "top2" else 1)[0].sum(-1)

@@ -41,7 +41,7 @@ class Mixture(FeedForward):
         return tree
 
     def _stack(self, outputs: Axis, inputs: Axis) -> Params:
-        """The specs of a matrix of all experts, and of their biases."""
+        """Returns the specs of a matrix of all experts, and of their biases."""
         experts = (self.spec.num_experts, "experts")
         bias = {"bias": tensor(experts, outputs, init="small", stays_float=True)} if self.spec.bias else {}
         return {"weight": tensor(experts, outputs, inputs)} | bias
@@ -64,8 +64,8 @@ class Mixture(FeedForward):
         run_config: RunConfig,
         given_BTU: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        """x after its norm; the factor of the shared expert for each feature, None without one; and the
-        weights and experts of each token.
+        """Returns x after its norm, the factor of the shared expert for each feature (None without one), and
+        the weights and experts of each token.
         """
         leaves: Params = {name: params[name] for name in ("router", "shared_gate") if name in params}
         if before is not None:
@@ -77,7 +77,9 @@ class Mixture(FeedForward):
 
 
 def route(x_BTD: jax.Array, leaves: Params, given_BTU: Any, config: ModelConfig, spec: ExpertsSpec) -> tuple:
-    """`Mixture.route` in plain jnp. leaves: "router", and "mlp_norm" and "shared_gate" if there are any."""
+    """Runs `Mixture.route` in plain jnp. leaves: "router", and "mlp_norm" and "shared_gate" if there are
+    any.
+    """
     x_BTD = norm(x_BTD, leaves, "mlp_norm", config) if "mlp_norm" in leaves else x_BTD
     gate = leaves.get("shared_gate")
     gate_BTD = gate and jnp.broadcast_to(jax.nn.sigmoid(linear(x_BTD, gate)), x_BTD.shape)

@@ -45,9 +45,9 @@ def mlp_intermediate(
     before: Norm | None = None,
     run_config: RunConfig = PLAIN,
 ) -> jax.Array:
-    """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
-    activation(up(x)), after the norm of that name with down_norm. before and
-    run_config: as in `products`.
+    """Returns the input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or
+    without a gate activation(up(x)). With down_norm it is after the norm of that name. before and run_config:
+    see `products`.
     """
     if "gate" not in layer:
         return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])
@@ -57,6 +57,6 @@ def mlp_intermediate(
 
 
 def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, run_config: RunConfig = PLAIN) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)), [..., D] -> [..., D]."""
+    """Computes SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)), [..., D] -> [..., D]."""
     inner = mlp_intermediate(x, layer, config, run_config=run_config)
     return linear(inner, layer["down"], over=run_config.over, run_config=run_config)

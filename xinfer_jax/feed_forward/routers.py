@@ -1,4 +1,4 @@
-"""`Router`: what chooses the experts of each token; and the softmax router."""
+"""`Router`, which chooses the experts of each token, and the softmax router."""
 
 import dataclasses
 from typing import Any
@@ -23,8 +23,8 @@ class Router:
     spec: ExpertsSpec  # of the mixture: its `router` is of the router's kind
 
     def param_specs(self) -> Params:
-        """The specs of the tree "router" of a layer: of the matrix of scores, and of its bias if experts have
-        biases.
+        """Returns the specs of the tree "router" of a layer: of the matrix of scores, and of its bias if
+        experts have biases.
         """
         d = (self.config.hidden_size, "embed")
         return dense((self.spec.num_experts, None), d, self.spec.bias, stays_float=True)
@@ -32,18 +32,18 @@ class Router:
     def choose(
         self, params: Params, x_BTD: jax.Array, given_BTU: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
+        """Returns the weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
 
         Args:
             params: the tree "router" of the layer.
             x_BTD: its input.
-            given_BTU: experts in place of those with the best scores; a token with -1 has the best.
+            given_BTU: experts in place of the experts with the best scores. A token with -1 has the best.
         """
         raise NotImplementedError
 
     @staticmethod
     def given_or(expert_MU: jax.Array, given_BTU: jax.Array) -> jax.Array:
-        """The given experts, or those that the router chose of a token with -1."""
+        """Returns the given experts. A token with -1 has the experts that the router chose."""
         given_MU = given_BTU.reshape(expert_MU.shape)
         return jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
 
@@ -84,5 +84,5 @@ class SoftmaxRouter(Router):
 
 
 def router_of(config: ModelConfig, spec: ExpertsSpec) -> Router:
-    """The router of a mixture, by the kind of its spec."""
+    """Returns the router of a mixture, by the kind of its spec."""
     return plugin("router", spec.router.kind)(config, spec)

@@ -127,19 +127,19 @@ class AwqGptqFormat(MatrixFormat):
         return words
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Some programs write a bias of zeros for every quantized matrix."""
+        """Returns True for a bias of zeros, which some programs write for every quantized matrix."""
         module = name.removesuffix(".bias")
         if module == name or f"{module}.qweight" not in tensors or tensors[name].type not in DTYPES:
             return False
         return not tensors[name].array().any()
 
     def _group_size(self, inputs: int) -> int:
-        """J: inputs per group, even."""
+        """Returns J: inputs per group, even."""
         even = inputs + inputs % 2
         return min(self.group, even) if self.group > 0 else even
 
     def _groups(self, name: str, inputs: int, tensors: Tensors) -> np.ndarray | None:
-        """X.g_idx, the group of each input; None: neighbours share one."""
+        """Returns X.g_idx, the group of each input. None: neighbours share one."""
         J = self._group_size(inputs)
         field = f"{name.removesuffix('.weight')}.g_idx"
         if self.layout == "awq" or field not in tensors:
@@ -147,7 +147,7 @@ class AwqGptqFormat(MatrixFormat):
         return group_of_inputs(name, tensors[field], J)
 
     def _read_inputs(self, words: StoredTensor) -> Read:
-        """Reads X.qweight of GPTQ, where a word holds neighbouring inputs."""
+        """Reads X.qweight of GPTQ, in which a word holds neighbouring inputs."""
         per_word = 32 // self.bits
 
         def read(rows: slice, columns: slice) -> np.ndarray:
@@ -160,7 +160,7 @@ class AwqGptqFormat(MatrixFormat):
         return read
 
     def _outputs(self, words: StoredTensor, rows: slice, columns: slice, added: Any = 0) -> np.ndarray:
-        """Numbers of words that hold neighbouring outputs, `added` to each word: [columns, rows]."""
+        """Returns numbers of words that hold neighbouring outputs, `added` to each word: [columns, rows]."""
         per_word = 32 // self.bits
         first = rows.start // per_word
         part = _columns(words, slice(first, -(-rows.stop // per_word)))[columns]
@@ -171,12 +171,12 @@ class AwqGptqFormat(MatrixFormat):
         return np.stack(numbers, -1).reshape(len(part), -1)[:, skipped : skipped + rows.stop - rows.start]
 
     def _signed(self, levels: np.ndarray) -> np.ndarray:
-        """Numbers around 0 of those around the middle."""
+        """Returns numbers around 0, made from numbers around the middle."""
         return (levels - np.uint8(2 ** (self.bits - 1))).view(np.int8)
 
     def _read_zeros(self, name: str, words: StoredTensor, rows: slice, groups: slice) -> np.ndarray:
-        """X.qzeros, with the subtracted one added again: a stored 15 means 0. Symmetric ones are known:
-        programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
+        """Returns X.qzeros, with the subtracted one added again: a stored 15 means 0. Symmetric ones are
+        known: programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
         """
         if self.symmetric:
             middle = 2 ** (self.bits - 1)
@@ -194,7 +194,7 @@ class AwqGptqFormat(MatrixFormat):
         return self._signed(zero_QO.T)
 
     def _pack_zeros(self, name: str, zero_QO: np.ndarray) -> np.ndarray:
-        """X.qzeros, from which `_read_zeros` makes these numbers."""
+        """Returns X.qzeros, from which `_read_zeros` makes these numbers."""
         if self.symmetric and (zero_QO != 2 ** (self.bits - 1)).any():
             raise self.misfit(name, None)
         subtracted = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
@@ -207,7 +207,7 @@ class AwqGptqFormat(MatrixFormat):
         return np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
 
     def _pack_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Words of neighbouring numbers of each row, from which `_outputs` makes them."""
+        """Returns words of neighbouring numbers of each row, from which `_outputs` makes them."""
         size = 32 // self.bits
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)))
         columns = [padded[:, i::size] for i in range(size)]
@@ -219,12 +219,14 @@ class AwqGptqFormat(MatrixFormat):
 
 
 def _columns(stored: StoredTensor, at: slice) -> np.ndarray:
-    """Columns of a matrix."""
+    """Returns columns of a matrix."""
     return stored.slice_axis(1, at.start, at.stop - at.start)[:]
 
 
 def _unpack_words(words: np.ndarray, bits: int) -> list[np.ndarray]:
-    """The numbers in each int32, lowest bits first: a list of uint8 arrays with the shape of `words`."""
+    """Returns the numbers in each int32, lowest bits first: a list of uint8 arrays with the shape of
+    `words`.
+    """
     by_byte = np.ascontiguousarray(words, "<i4").view(np.uint8).reshape(*words.shape, 4)
     columns = [by_byte[..., i] for i in range(4)]
     return columns if bits == 8 else [number for byte in columns for number in (byte & 15, byte >> 4)]

@@ -30,7 +30,7 @@ _AUTO_ROUND = dict(bits=4, group_size=128, sym=True, data_type="int", act_bits=N
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqByModule(AwqGptqFormat):
-    """A format of which some modules have other bits, groups or zeros; it reads the settings of all."""
+    """A format in which some modules have other bits, groups or zeros. It reads the settings of all."""
 
     methods = ("awq", "gptq", "auto-round")
     files = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
@@ -83,7 +83,7 @@ class AwqGptqByModule(AwqGptqFormat):
         return dict(chain.from_iterable(tensors.items() for tensors in packed))
 
     def _of_module(self, name: str) -> AwqGptqFormat:
-        """How the matrix X.weight is stored."""
+        """Returns the format in which the matrix X.weight is stored."""
         own = name.removesuffix(".weight")
         names = (own, self.full_names.get(own, own))
         return next(form for pattern, form in self.rules if any(re.search(pattern, x) for x in names))
@@ -123,7 +123,9 @@ def _auto_round(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
 def _with_rules(
     format: AwqGptqFormat, settings: Mapping[str, Any], rules: Mapping[str, Any], require: Require
 ) -> AwqGptqFormat:
-    """The format, or one with others for some modules. rules: their settings by regular expressions."""
+    """Returns the format, or one with others for some modules. rules: their settings by regular
+    expressions.
+    """
     found = []
     for pattern, changes in rules.items():
         require(
@@ -137,7 +139,7 @@ def _with_rules(
 
 
 def _format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    """The format of all modules, or of one."""
+    """Returns the format of all modules, or of one."""
     method = config["quant_method"]
     kind = config.get("layout", method)
     bits: Any = config.get("bits")

@@ -1,6 +1,6 @@
 """Ternary matrices of BitNet b1.58 checkpoints (Ma et al. 2024).
 
-X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is the scale.
+X.weight is float numbers, or four outputs packed in a byte. X.weight_scale is the scale.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _FLOAT_TYPES = {"F16", "BF16", "F32"}
 
 @dataclasses.dataclass(frozen=True)
 class BitNetFormat(QuantizedFormat):
-    """By linear_class and quantization_mode."""
+    """The format of BitNet checkpoints, which depends on linear_class and quantization_mode."""
 
     method = "bitnet"
     methods = (method,)
@@ -108,7 +108,9 @@ class BitNetFormat(QuantizedFormat):
         return tensors
 
     def _stored_scale(self, scale_O: np.ndarray, dtype: Any) -> np.ndarray | None:
-        """X.weight_scale, [1]: of this dtype or float32, where `load` makes exactly these scales of it."""
+        """Returns X.weight_scale, [1]. It has this dtype if `load` makes exactly these scales of it,
+        otherwise float32.
+        """
         scale = scale_O[:1]
         one = np.float32(1)
         with np.errstate(all="ignore"):
@@ -122,7 +124,7 @@ class BitNetFormat(QuantizedFormat):
 
 
 def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """The packed matrix, from which `_unpack_bytes` makes its numbers."""
+    """Returns the packed matrix, from which `_unpack_bytes` makes its numbers."""
     values_W2O = convert(leaf.values)
     packed = np.zeros(shape, np.uint8)
 
@@ -137,7 +139,7 @@ def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.n
 
 
 def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:
-    """Some outputs of a packed matrix: int8 [outputs, I], with values -1, 0 and 1."""
+    """Returns some outputs of a packed matrix: int8 [outputs, I], with values -1, 0 and 1."""
     position, row = np.divmod(np.arange(at.start, at.stop), len(packed))
     values = packed[row] >> (2 * position[:, None]).astype(np.uint8) & 3
     if (values == 3).any():
@@ -146,7 +148,7 @@ def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:
 
 
 def _ternary_levels(block_OI: np.ndarray, largest: np.float32, name: str) -> np.ndarray:
-    """The numbers -largest, 0 and largest as -1, 0 and 1."""
+    """Returns the numbers -largest, 0 and largest as -1, 0 and 1."""
     block_OI = block_OI.astype(np.float32)
     if not np.isin(block_OI, (-largest, 0, largest)).all():
         raise InputError(

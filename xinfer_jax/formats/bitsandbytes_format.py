@@ -32,7 +32,7 @@ _LONGEST = 1 << 12  # bytes of JSON
 
 
 class _State(NamedTuple):
-    """What the JSON of a matrix says."""
+    """The content of the JSON of a matrix."""
 
     block: int  # numbers that share a scale
     dtype: Any  # to which dequantized numbers are rounded
@@ -54,7 +54,7 @@ class BitsAndBytesFormat(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "BitsAndBytesFormat":
-        """The tensors show the rest."""
+        """Returns the format. The tensors show the other settings."""
         for name in _LOAD_IN:
             require(config.get(name) in (None, True, False), name)
         return cls(stays_quantized=config.get("load_in_8bit") is True)
@@ -89,7 +89,7 @@ class BitsAndBytesFormat(MatrixFormat):
         return ScaledTensor((_int8_numbers if is_int8 else _numbers_of_4_bits)(name, matrix, tensors), shape)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """The layout of an int8 matrix, of which only rows are known."""
+        """Returns True for the layout of an int8 matrix. Only layout by rows is known."""
         if not name.endswith(".weight_format") or tensors[name].type != "U8":
             return False
         if tensors[name].array().any():
@@ -110,7 +110,7 @@ def _state_name(name: str, tensors: Tensors) -> str:
 
 
 def _read_state(name: str, shape: Shape, tensors: Tensors) -> _State:
-    """The JSON of a matrix. Raises InputError."""
+    """Returns the JSON of a matrix. Raises InputError."""
     blob = _state_name(name, tensors)
     if blob not in tensors:
         raise InputError(f"{blob} is missing: fetch the checkpoint again")
@@ -163,7 +163,7 @@ def _numbers_of_4_bits(name: str, shape: tuple[int, int], tensors: Tensors) -> S
 
 
 def _scales(name: str, state: _State, tensors: Tensors, blocks: slice) -> np.ndarray:
-    """The scales of these blocks, float32."""
+    """Returns the scales of these blocks, float32."""
     absmax = tensors[f"{name}.absmax"][blocks]
     if not state.nested_block:
         return absmax

@@ -1,7 +1,7 @@
 """Files of compressed-tensors (llm-compressor): config.json says which modules are quantized in which way.
 
-X.weight is stored as X.weight_packed, or under its own name in a narrower type. X.weight_scale is its scale,
-beside it may be X.weight_zero_point, X.weight_g_idx, X.weight_global_scale and X.weight_shape.
+X.weight is stored as X.weight_packed, or under its own name in a narrower type. X.weight_scale is its scale.
+There may also be X.weight_zero_point, X.weight_g_idx, X.weight_global_scale and X.weight_shape.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ _GROUPS = {_NVFP4: 16, _MXFP4: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the modules of a group are stored."""
+    """The settings by which the modules of a group are stored."""
 
     targets: tuple[str, ...]
     format: str
@@ -83,7 +83,7 @@ class CompressedTensorsFormat(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "CompressedTensorsFormat":
-        """There may be groups of activations and of the KV cache alone."""
+        """Returns the format. There may be groups of activations and of the KV cache alone."""
         groups: Any = config.get("config_groups") or {}
         ignore = config.get("ignore") or []
         sparsity = config.get("sparsity_config") or {}
@@ -126,8 +126,8 @@ class CompressedTensorsFormat(MatrixFormat):
         return [(re.compile(target[3:]), target) for target in targets]
 
     def _scheme(self, *names: str) -> Scheme:
-        """The scheme of a module with these names: of the target that is its name, or else of the first
-        regular expression for it, or of its class. Raises InputError.
+        """Returns the scheme of a module with these names. It is the scheme of the target that is its name,
+        or else of the first regular expression for it, or of its class. Raises InputError.
         """
         matching = (target for pattern, target in self._patterns if any(map(pattern.match, names)))
         classes = ("Embedding", "Linear") if names[0].endswith("embed_tokens") else ("Linear",)
@@ -224,7 +224,7 @@ class CompressedTensorsFormat(MatrixFormat):
             raise self.misfit(name, None)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Also zero points of symmetric matrices, which are 0."""
+        """Returns True also for zero points of symmetric matrices, which are 0."""
         module, _, field = name.rpartition(".")
         if field == "weight_zero_point" and module in self.of_module:
             return not tensors[name].array().any()
@@ -237,8 +237,8 @@ def _divide(divisor: StoredTensor, scales: np.ndarray) -> np.ndarray:
 
 
 def _read_zeros(stored: Any, shape: tuple[int, int], packed: np.ndarray | None) -> Read:
-    """Returns a reader of zero points. packed: their numbers by byte, where words hold those of neighbouring
-    outputs; None: they are int8.
+    """Returns a reader of zero points. packed: the number of zero points in a byte, if words hold the zero
+    points of neighbouring outputs. None: they are int8.
     """
     if packed is None:
         return lambda rows, columns: dataclasses.replace(stored, shape=shape)[rows][:, columns]
@@ -290,5 +290,5 @@ def _read_scheme(group: Mapping[str, Any], format: Any) -> Scheme:
 
 
 def _is_target(x: Any) -> bool:
-    """Whether it is a name, a class or a regular expression, which takes little time."""
+    """Returns True if a value is a name, a class or a regular expression that takes little time."""
     return isinstance(x, str) and (not x.startswith("re:") or is_quick_pattern(x[3:]))

@@ -22,10 +22,10 @@ def packed_tensors(
 
     Args:
         name: X.weight.
-        leaf: the matrix, or those of experts; a `PaddedWeight` may hold it.
-        expert: which of them; None: there is one.
-        dtype: of scales.
-        check: gets the zero points of a symmetric matrix, which are not written; None: it is not symmetric.
+        leaf: the matrix, or the matrices of experts. A `PaddedWeight` may hold it.
+        expert: the number of the expert. None: there is one matrix.
+        dtype: the dtype of scales.
+        check: gets the zero points of a symmetric matrix, which are not written. None: it is not symmetric.
     """
     (outputs, inputs) = leaf.shape[-2:]
     stored: GroupedWeight = stored_weight(leaf)
@@ -61,7 +61,7 @@ def _pack_numbers(check: Any, leaf: GroupedWeight, convert: Callable[[Any], np.n
 
 
 def _pack_zeros(leaf: GroupedWeight, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """Words of neighbouring outputs."""
+    """Returns words of neighbouring outputs."""
     return _words(convert(leaf.zero)).T
 
 
@@ -72,7 +72,7 @@ def _group_of_inputs(leaf: GroupedWeight, convert: Callable[[Any], np.ndarray]) 
 
 
 def _words(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of 4 bits as words of neighbouring ones of a row, from the lowest bits on."""
+    """Returns numbers of 4 bits as words of neighbouring ones of a row, from the lowest bits on."""
     padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % _PER_WORD)))
     return np.ascontiguousarray(padded[:, ::2] | padded[:, 1::2] << 4).view("<i4")
 

@@ -20,7 +20,7 @@ _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
 
 def file_exists(file: Path) -> bool:
-    """Returns whether the file exists.
+    """Returns True if the file exists.
 
     Raises:
         InputError: the path is a directory, a link to nothing or to itself, or a git-LFS pointer.
@@ -39,7 +39,7 @@ def file_exists(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str | None:
-    """The text of a small file; None where it does not exist. Raises InputError."""
+    """Returns the text of a small file, or None if it does not exist. Raises InputError."""
     if not file_exists(file):
         return None
     try:
@@ -51,7 +51,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where the file does not exist. Raises InputError."""
+    """Returns the object in a JSON file, or None if the file does not exist. Raises InputError."""
     text = read_text(file)
     if text is None:
         return None
@@ -65,8 +65,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index of a checkpoint in shards; None: there is no index. Raises
-    InputError.
+    """Returns the file of each tensor, from the index of a checkpoint in shards. None: there is no index.
+    Raises InputError.
     """
     index = read_json(path / INDEX)
     if index is None:

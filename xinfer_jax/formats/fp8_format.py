@@ -1,6 +1,6 @@
 """Matrices in FP8: numbers of 8 bits with a scale for each block, output, or matrix.
 
-X.weight, or X of all experts, has a type of 8 bits; the scale is X.weight_scale_inv, or X.weight_scale.
+X.weight, or X of all experts, has a type of 8 bits. The scale is X.weight_scale_inv, or X.weight_scale.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Fp8Format(MatrixFormat):
 
 
 def is_of_activations(name: str) -> bool:
-    """Whether a tensor quantizes activations, which stay floats here."""
+    """Returns True if a tensor quantizes activations, which stay floats here."""
     return name.endswith(_OF_ACTIVATIONS)
 
 
@@ -96,7 +96,7 @@ def _scale_name(name: str, tensors: Tensors) -> str:
 def float8_tensor(
     name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
 ) -> ScaledTensor:
-    """Returns a matrix, or those of experts, in FP8. layout: as in `scaled_numbers`."""
+    """Returns a matrix, or the matrices of experts, in FP8. layout: see `scaled_numbers`."""
     kept = _kept_form if stored.type == "F8_E4M3" else None
     read = read_bytes(stored, _TABLES[stored.type])
     numbers = scaled_numbers(name, shape, read, scale, layout, kept=kept, stored=(stored,))
@@ -106,7 +106,9 @@ def float8_tensor(
 def _kept_form(
     shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
 ) -> KeptForm | None:
-    """The form of matrices with a scale for blocks that are those of the leaf, or for each output."""
+    """Returns the form of matrices with a scale for each output, or for blocks that are the blocks of the
+    leaf.
+    """
     if asked != Fp8Format.kept_as:
         return None
 
@@ -125,7 +127,7 @@ def _kept_form(
 
 
 def _fill(leaf: Fp8Weight, part: ScaledTensor, first: int, at: slice) -> None:
-    """`KeptForm.fill`."""
+    """Does the work of `KeptForm.fill`."""
     rows = part.rows(at)
     to = np.arange(first + at.start, first + at.stop)
     inputs = part.shape[1]
@@ -148,7 +150,9 @@ def _fill(leaf: Fp8Weight, part: ScaledTensor, first: int, at: slice) -> None:
 def scaled_numbers(
     name: str, shape: Shape, read: Read, scale: StoredTensor, layout: Any, **how: Any
 ) -> ScaledNumbers:
-    """Returns numbers that are read so. layout: of their scales, as `scale_layout` returns it."""
+    """Returns numbers that are read with these scales. layout: the layout of the scales, as `scale_layout`
+    returns it.
+    """
     (_, shared, scale_shape) = layout
     return ScaledNumbers(name, (shape[-2], shape[-1]), shared, read, read_rows(scale, scale_shape), **how)
 
@@ -156,16 +160,18 @@ def scaled_numbers(
 def scale_layout(
     stored: Shape, shape: Shape, block: Sequence[int] | None, has_block: bool = True
 ) -> tuple[Shape, tuple[int, int], tuple[int, int]]:
-    """How scales of a matrix, or of experts, lie: in blocks, one for each output, or one for all of them.
+    """Finds the layout of the scales of a matrix, or of experts: in blocks, one for each output, or one for
+    all outputs.
 
     Args:
-        stored: the shape in which they are stored.
-        shape: of the matrix.
-        block: rows and columns of a block; None: there are none.
-        has_block: False: there may be others than those of blocks.
+        stored: the shape in which the scales are stored.
+        shape: the shape of the matrix.
+        block: rows and columns of a block. None: there are no blocks.
+        has_block: False: the scales may have another layout than blocks.
 
     Returns:
-        the shape that they must have, rows and columns that share one, and their shape as a matrix.
+        The shape that the scales must have, the rows and columns that share one, and the shape of the scales
+        as a matrix.
     """
     (*experts, outputs, inputs) = shape
     count = math.prod(experts)

@@ -1,7 +1,7 @@
 """Reads GGUF files: their metadata, and rows of their tensors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` dequantizes; its
-own reader maps whole files, and takes many seconds for a large vocabulary.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` dequantizes. Its own
+reader maps whole files, and takes many seconds for a large vocabulary.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class GgufTensor(RowsAsTensor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its numbers are those of the file."""
+        """Returns True if the tensor's numbers are the numbers of the file."""
         return self.convert is None and self.factors is None
 
     @property
@@ -81,11 +81,11 @@ class GgufTensor(RowsAsTensor):
         return self.width // self.block[0] * self.block[1]
 
     def view(self, first_row: int, shape: tuple[int, ...]) -> "GgufTensor":
-        """The matrix or vector of that shape that begins at a row."""
+        """Returns the matrix or vector of that shape that begins at a row."""
         return dataclasses.replace(self, rows=self.rows[first_row : first_row + shape[0]], shape=shape)
 
     def slice_axis(self, axis: int, start: int, size: int) -> "GgufTensor":
-        """A slice along the first axis (0) or the last (any other number)."""
+        """Returns a slice along the first axis (0) or the last (any other number)."""
         if axis == 0:
             each = len(self.rows) // self.shape[0]
             rows = self.rows[start * each : (start + size) * each]
@@ -95,7 +95,9 @@ class GgufTensor(RowsAsTensor):
         return dataclasses.replace(self, columns=columns[start : start + size], shape=shape)
 
     def blocks(self, at: slice) -> np.ndarray:
-        """Whole rows as the file has them, uint8 [rows, blocks, bytes of a block]. Raises InputError."""
+        """Returns whole rows as the file has them, uint8 [rows, blocks, bytes of a block]. Raises
+        InputError.
+        """
         rows = self.rows[at]
         if isinstance(rows, range):
             return self._read(rows.start, len(rows))
@@ -128,7 +130,7 @@ class GgufTensor(RowsAsTensor):
         return numbers if len(self.shape) > 1 else numbers[:, 0]
 
     def array(self) -> np.ndarray:
-        """The whole tensor."""
+        """Returns the whole tensor."""
         return self[:].reshape(self.shape)
 
 
@@ -182,7 +184,7 @@ class _Cursor:
         self.items = 0  # of arrays so far
 
     def check_count(self, what: str, count: int, most: int) -> None:
-        """Raises InputError: reading so many would take long."""
+        """Raises InputError if reading this number of values would take long."""
         if count > most:
             raise InputError(f"{self.path} has {count} {what}, the limit is {most}: fetch it again")
 

@@ -36,7 +36,7 @@ class _Kind(NamedTuple):
 def gguf_form(
     shape: Shape, parts: Sequence[GgufTensor], devices: int = 1, asked: str | None = None
 ) -> KeptForm | None:
-    """`GgufTensor.kept`, as `kept_form`. Groups must be whole in the order of the model's inputs."""
+    """Returns `GgufTensor.kept`, as `kept_form`. Groups must be whole in the order of the model's inputs."""
     kind = _KINDS.get(parts[0].kind.name)
     if kind is None or any(part.kind != parts[0].kind or not part.is_plain for part in parts):
         return None
@@ -52,7 +52,7 @@ def gguf_form(
 
 
 def _columns(tensor: GgufTensor) -> np.ndarray:
-    """Which numbers of a row of the file it has."""
+    """Returns the columns of the file's rows that the tensor has."""
     return np.asarray(range(tensor.width) if tensor.columns is None else tensor.columns)
 
 
@@ -75,30 +75,32 @@ def _fill(kind: _Kind, leaf: Any, part: GgufTensor, first: int, at: slice) -> No
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:
-    """16 bytes of 32 numbers of 4 bits: first those in the low halves."""
+    """Returns the 32 numbers of 4 bits in 16 bytes: first the numbers in the low halves."""
     return np.concatenate([blocks & 15, blocks >> 4], axis=-1)
 
 
 def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The number at a byte of each block."""
+    """Returns the number at a byte of each block."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)
 
 
 def _five_bits(blocks: np.ndarray) -> np.ndarray:
-    """The numbers of Q5_0 and Q5_1: 4 bytes of high bits, then 16 of low ones."""
+    """Returns the numbers of Q5_0 and Q5_1: 4 bytes of high bits, then 16 of low ones."""
     high = np.unpackbits(blocks[..., :4], axis=-1, bitorder="little")
     return (_halves(blocks[..., 4:]) | high << 4).astype(np.int8)
 
 
 def _shifted(blocks: np.ndarray, size: int, bits: int) -> np.ndarray:
-    """Numbers of so many bits in runs of `size` bytes: those in the lowest bits of a run, then the next."""
+    """Returns numbers of `bits` bits in runs of `size` bytes: the numbers in the lowest bits of a run, then
+    the next.
+    """
     runs = blocks.reshape(*blocks.shape[:-1], -1, 1, size)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (runs >> shifts & np.uint8(2**bits - 1)).reshape(*blocks.shape[:-1], -1)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and offsets of Q4_K and Q5_K, [..., 8]: 12 bytes have those of 6 bits."""
+    """Returns scales and offsets of Q4_K and Q5_K, [..., 8]: 12 bytes have numbers of 6 bits."""
     low, mins, high = np.split(blocks[..., 4:16], 3, axis=-1)
     scale = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     least = np.concatenate([mins & 63, high >> 4 | mins >> 6 << 4], axis=-1)
@@ -118,7 +120,7 @@ def _q6_k(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A leaf's bytes have neighbours."""
+    """Returns the bytes of a leaf, which have neighbouring numbers, and the scales."""
     numbers = _halves(blocks[..., 1:])
     return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0]
 

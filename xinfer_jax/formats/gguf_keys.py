@@ -1,4 +1,4 @@
-"""Says of each key of GGUF metadata whether it is read, has no effect, or is an error.
+"""Lists the keys of GGUF metadata, and says for each whether it is read, has no effect, or is an error.
 
 A key may change the result. So each key of the architecture, of the tokenizer and of `general` is in one of
 the tables, and a key that is in no table is an error. Keys of other namespaces are their writers' own.

@@ -30,14 +30,14 @@ _NO_CONNECTION = "check the connection, or give a directory"
 
 @dataclasses.dataclass(frozen=True)
 class HubOptions:
-    """How the files of a repository on the hub are found.
+    """The options that say how the files of a repository on the hub are found.
 
     Attributes:
-        revision: a branch, a tag or a commit; None: the default branch. A directory has none.
-        token: an access token; True: the token of `hf auth login`; False: no token; None: the token of
-            `hf auth login` or of the environment variable HF_TOKEN, if there is one.
-        subfolder: the folder of the repository, or of a directory, that has the files; "": its root.
-        local_files_only: True: take only files that were downloaded before, and do not ask the hub.
+        revision: a branch, a tag or a commit. None: the default branch. A directory has no revision.
+        token: an access token. True: the token of `hf auth login`. False: no token. None: the token of `hf
+            auth login` or of the environment variable HF_TOKEN, if there is one.
+        subfolder: the folder of the repository, or of a directory, that has the files. "": its root.
+        local_files_only: True: only files that were downloaded before are taken, and the hub is not asked.
     """
 
     revision: str | None = None
@@ -69,13 +69,13 @@ class HubOptions:
 
     @property
     def _folder(self) -> str:
-        """The subfolder in its plain form, as names on the hub have it; "": the root."""
+        """The subfolder in its plain form, as names on the hub have it. "": the root."""
         folder = PurePosixPath(self.subfolder).as_posix()
         return "" if folder == "." else folder
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing says where in a repository the files are."""
+        """Returns True if neither a revision nor a subfolder is given."""
         return self.revision is None and not self.subfolder
 
     def within(self, path: Path, noun: str, name: str) -> Path:
@@ -104,7 +104,7 @@ class HubOptions:
         return Path(path)
 
     def files(self, name: str) -> list[str]:
-        """The names of all files of the subfolder on the hub."""
+        """Returns the names of all files of the subfolder on the hub."""
         import huggingface_hub
 
         names = huggingface_hub.list_repo_files(name, revision=self.revision, token=self.token)
@@ -135,7 +135,7 @@ def checkpoint_path(
     Args:
         path_or_repo_id: None: the bundled checkpoint.
         noun: names it in errors.
-        hub: how it is found on the hub.
+        hub: options that say how it is found on the hub.
     """
     hub.check()
     if not isinstance(path_or_repo_id, str | os.PathLike | None):
@@ -155,13 +155,13 @@ def checkpoint_path(
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its name."""
+    """Returns True if a path is a file whose name ends in ".gguf"."""
     return path.suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name owner/name or owner/name@revision is downloaded from the Hugging
-    Face hub. Raises InputError.
+    """Returns the directory of a checkpoint. If the argument is owner/name or owner/name@revision, it is
+    downloaded from the Hugging Face hub. Raises InputError.
     """
     return resolve_directory(path_or_repo_id, download_model, "model")
 
@@ -175,11 +175,11 @@ def resolve_directory(
         path_or_repo_id: a directory, owner/name or owner/name@revision.
         download: `download_model` or `download_adapter`.
         noun: "model" or "adapter", for errors.
-        hub: how it is found on the hub.
+        hub: options that say how it is found on the hub.
 
     Raises:
-        InputError: it is neither a directory nor a hub name, or it cannot be downloaded; a directory and a
-            revision; two revisions that differ.
+        InputError: it is neither a directory nor a hub name, or it cannot be downloaded. Or there are a
+            directory and a revision, or two revisions that differ.
     """
     hub.check()
     name = str(path_or_repo_id)
@@ -218,7 +218,7 @@ def resolve_directory(
 
 
 def _describe_failure(error: Exception, hub: HubOptions) -> str:
-    """Says why a download failed, and what helps: the rest of a sentence."""
+    """Says why a download failed, and names the remedy: the rest of a sentence."""
     classes = [each.__name__ for each in type(error).__mro__]
     if {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} & {*classes}:
         from huggingface_hub import constants

@@ -1,8 +1,8 @@
-"""Quantized matrices of a file that stay as they are stored, to the bit; those of whole numbers are here.
+"""Quantized matrices of a file that stay as they are stored, to the bit. The kinds of whole numbers are here.
 
 A format's file says how its matrices stay, as `ScaledNumbers.kept`. In int8 with a scale for each output,
-activations keep 15 bits on a CPU. As one group of inputs they stay floats there, at 1.3 times the time of a
-row; GPUs and TPUs have kernels for the former alone.
+activations keep 15 bits on a CPU. As one group of inputs they stay floats there, and a row takes 1.3 times as
+long. GPUs and TPUs have kernels for the former alone.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ _BLOCK = 1 << 21  # bytes that a core handles at a time: AWQ and GPTQ store outp
 
 
 class KeptForm(NamedTuple):
-    """The form of a leaf whose numbers are those of the file.
+    """The form of a leaf whose numbers are the numbers of the file.
 
     Attributes:
         struct: returns the shapes and types of a leaf of this shape: the matrix, experts or a part of them.
         fill: reads rows of a tensor. It gets the leaf, the tensor, its first row in the leaf, and a slice of
             its own rows.
-        order: the inputs of each group; None: in their own order.
+        order: the inputs of each group. None: in their own order.
         block: outputs and inputs that stay on one device.
     """
 
@@ -43,9 +43,9 @@ class KeptForm(NamedTuple):
 
 
 def kept_form(shape: Shape, parts: Sequence[Any], devices: int, asked: str | None) -> KeptForm | None:
-    """Returns the form in which the tensors of a matrix, or of experts, stay; None: they are read as floats.
+    """Returns the form in which the tensors of a matrix, or of experts, stay. None: they are read as floats.
 
-    devices: over which the inputs are divided; asked: the format that `quantize` names, if it is one.
+    devices: over which the inputs are divided. asked: the format that `quantize` names, if it is one.
     """
     (find, *others) = {getattr(part, "kept", None) for part in parts}
     return None if find is None or others else find(shape, parts, devices, asked)
@@ -54,7 +54,7 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int, asked: str | Non
 def whole_numbers_form(
     shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
 ) -> KeptForm | None:
-    """`ScaledNumbers.kept` of int8 and int4."""
+    """Returns `ScaledNumbers.kept` of int8 and int4."""
     numbers = [part.numbers for part in parts]
     inputs = shape[-1]
     fields = ("group_of", "zeros", "offsets")
@@ -86,7 +86,9 @@ def _int8_struct(shape: Shape) -> Int8Weight:
 
 
 def groups_struct(bits: int, J: int, scale: Any, has_order: bool, has_offsets: bool, shape: Shape) -> Any:
-    """The shapes and types of a `GroupedWeight`, or of those of experts; as of `grouped_struct`."""
+    """Returns the shapes and types of a `GroupedWeight`, or of the matrices of experts. It takes the
+    arguments of `grouped_struct`.
+    """
     (*experts, outputs, inputs) = shape
     leaf = grouped_struct((outputs, inputs), bits, J, scale, has_order)
     if has_offsets:
@@ -141,7 +143,7 @@ def _fill_groups(
 
 
 def _zeros(bits: int, part: ScaledTensor, rows: slice, columns: np.ndarray) -> np.ndarray:
-    """The zero points of these columns. Raises InputError: one of 8 bits is not the middle number."""
+    """Returns the zero points of these columns. Raises InputError: one of 8 bits is not the middle number."""
     numbers = part.numbers
     if numbers.zeros is None:
         return np.zeros((rows.stop - rows.start, len(columns)), np.int8)

@@ -1,6 +1,6 @@
 """Matrices of MLX checkpoints: numbers of 2 to 8 bits, with a scale and an offset for each group of inputs.
 
-X.weight has words of 32 bits along its inputs, lowest bits first; X.scales and X.biases are [O, Q].
+X.weight has words of 32 bits along its inputs, lowest bits first. X.scales and X.biases are [O, Q].
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class MlxFormat(MatrixFormat):
         return ScaledTensor(numbers, shape)
 
     def _sizes(self, name: str) -> tuple[int, int]:
-        """Bits of a number, and inputs of a group. Raises InputError."""
+        """Returns the bits of a number, and inputs of a group. Raises InputError."""
         own = self.settings.get(name.removesuffix(".weight"))
         given = {"mode": "affine"} | self.settings | (own if isinstance(own, dict) else {})
         (bits, J, mode) = (given.get(key) for key in ("bits", "group_size", "mode"))

@@ -2,7 +2,7 @@
 
 X_blocks, uint8 [experts, outputs, Q, 16], and X_scales, uint8 [experts, outputs, Q], stand for X [experts,
 inputs, outputs], which is gate_up_proj, with outputs of gate and up by turns, or down_proj. `weights.mxfp4`
-says what their bytes mean.
+describes the meaning of their bytes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Mxfp4Format(MatrixFormat):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "Mxfp4Format":
-        """The tensors show what is not converted."""
+        """Returns the format. The tensors show which matrices are not converted."""
         return cls()
 
     @classmethod
@@ -92,7 +92,7 @@ class Mxfp4Format(MatrixFormat):
 def _by_turns(
     parts: Sequence[Any], field: str, shape: Shape, convert: Callable[[Any], np.ndarray]
 ) -> np.ndarray:
-    """A stored tensor: the outputs of its leaves, which they have last, by turns."""
+    """Returns a stored tensor: the outputs of its leaves, which they have last, by turns."""
     arrays = []
     for part in parts:
         kept = stored_weight(part)
@@ -129,7 +129,7 @@ def _kept_form(
 
 
 def _fill(leaf: Any, part: ScaledTensor, first: int, at: slice) -> None:
-    """`KeptForm.fill`."""
+    """Does the work of `KeptForm.fill`."""
     rows = part.rows(at)
     group = part.first_column // GROUP
     Q = part.shape[1] // GROUP
@@ -155,7 +155,7 @@ class ExpertsOutputsFirst:
         return experts, inputs, outputs
 
     def transposed(self, first: int, step: int) -> list[ScaledTensor]:
-        """Each expert's matrix: the outputs from `first` on, every `step`-th."""
+        """Returns each expert's matrix: the outputs from `first` on, every `step`-th."""
         (experts, outputs, inputs) = self.stored.shape
         every = dataclasses.replace(self.stored, step=step)
         return [

@@ -35,7 +35,7 @@ class ModelOptFormat(Fp8Format):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], require: Require) -> "ModelOptFormat":
-        """The tensors show what a matrix has."""
+        """Returns the format. The tensors show which scales a matrix has."""
         layers = config.get("quantized_layers") or {}
         are_layers = isinstance(layers, Mapping) and all(isinstance(x, Mapping) for x in layers.values())
         require(are_layers, "quantized_layers")
@@ -63,13 +63,15 @@ class ModelOptFormat(Fp8Format):
 
 
 def number_spec(name: str, tensors: Tensors) -> dict[str, TensorSpec]:
-    """The scale of a whole matrix: one number, in an array or not."""
+    """Returns the scale of a whole matrix: one number, in an array or not."""
     is_array = name in tensors and tensors[name].shape == (1,)
     return {name: ((1,) if is_array else (), {"F32"})}
 
 
 def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
-    """The tensors of a matrix in NVFP4: packed numbers, and scales of groups; there is one of all beside."""
+    """Returns the tensors of a matrix in NVFP4: packed numbers, and scales of groups. The scale of all is
+    separate.
+    """
     (outputs, inputs) = shape
     check_groups(name, inputs, _GROUP)
     scales = (outputs, inputs // _GROUP)
@@ -79,7 +81,7 @@ def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
 def nvfp4_tensor(
     name: str, shape: Shape, values: StoredTensor, scales: StoredTensor, finish: Callable
 ) -> ScaledTensor:
-    """Returns the tensor of a matrix in NVFP4. finish: applies the scale of all to those of groups."""
+    """Returns the tensor of a matrix in NVFP4. finish: applies the scale of all to the scales of groups."""
     (outputs, inputs) = shape
     read_scales = read_rows(scales, (outputs, inputs // _GROUP), finish)
     numbers = ScaledNumbers(name, (outputs, inputs), (1, _GROUP), read_bytes(values, PAIRS), read_scales)

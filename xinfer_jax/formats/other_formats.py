@@ -1,4 +1,4 @@
-"""Says what something is that cannot be loaded as a checkpoint, and what to give in its place."""
+"""Describes things that cannot be loaded as a checkpoint, and the things to give in their place."""
 
 import fnmatch
 import os
@@ -26,7 +26,7 @@ _FILES |= dict.fromkeys(("*.pth", "*.pt"), _FILES["*.bin"])
 
 
 def describe_files(names: Iterable[str], otherwise: str = _NO_WEIGHTS) -> str:
-    """What a directory of these files holds in place of a checkpoint, as the rest of a sentence."""
+    """Describes the files that a directory holds in place of a checkpoint, as the rest of a sentence."""
     names = list(names)
     for pattern, what in _FILES.items():
         if found := sorted(fnmatch.filter(names, pattern)):
@@ -35,7 +35,7 @@ def describe_files(names: Iterable[str], otherwise: str = _NO_WEIGHTS) -> str:
 
 
 def describe_name(name: str) -> str:
-    """Says what is wrong with a name that is neither a directory nor a hub name: the rest of a sentence."""
+    """Describes the error in a name that is neither a directory nor a hub name: the rest of a sentence."""
     if address := re.match(r"\w+://([^/]*)/*([^/?#]+/[^/?#]+)?", name):
         (host, repository) = address.groups()
         is_hub = host.removeprefix("www.") in ("huggingface.co", "hf.co") and repository

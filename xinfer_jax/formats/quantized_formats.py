@@ -44,7 +44,7 @@ _REMEDY = (
 
 
 def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
-    """Returns the `quantization_config` of a checkpoint's config.json; None: it has none. Some programs write
+    """Returns the `quantization_config` of a checkpoint's config.json. None: it has none. Some programs write
     it elsewhere, or without quant_method. Raises InputError.
     """
     config = settings.get("quantization_config")
@@ -55,7 +55,7 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
 
 
 def not_kept(asked: str, path: Path) -> InputError:
-    """The error where a checkpoint has no matrices that stay as quantize=`asked` says."""
+    """Returns the error for a checkpoint that has no matrices that stay as quantize=`asked` says."""
     return InputError(
         f"quantize={asked!r} keeps matrices in {KEPT_IF_ASKED[asked]}, without dequantize: {path} cannot be"
         " loaded so"
@@ -63,7 +63,7 @@ def not_kept(asked: str, path: Path) -> InputError:
 
 
 def read_format(config: Any) -> StoredFormat | None:
-    """Returns how a checkpoint with this `quantization_config` stores its matrices; None: as float numbers.
+    """Returns how a checkpoint with this `quantization_config` stores its matrices. None: as float numbers.
     Raises InputError.
     """
     if not config:
@@ -83,7 +83,7 @@ def read_format(config: Any) -> StoredFormat | None:
 
 
 def stored_format(config: Any, path: Path, quantize: str | None, dequantize: bool) -> StoredFormat | None:
-    """Returns the format in which matrices are stored; None: as floats. Raises InputError where the format is
+    """Returns the format in which matrices are stored. None: as floats. Raises InputError if the format is
     not supported, or the arguments of `load_model` do not suit it.
     """
     found = read_format(config)
@@ -107,8 +107,8 @@ def stored_format(config: Any, path: Path, quantize: str | None, dequantize: boo
 def format_to_write(
     config: ModelConfig, specs: Sequence[FileSpec], leaves: Sequence[Any]
 ) -> tuple[StoredFormat | None, dict[str, Any]]:
-    """Returns the format for a model's quantized leaves, which is that of its checkpoint or else ours, and
-    the entry of config.json for it; None and {}: none is quantized. Raises InputError.
+    """Returns the format for a model's quantized leaves, and the entry of config.json for it. The format is
+    the one of its checkpoint, or else ours. Returns None and {} if no leaf is quantized. Raises InputError.
     """
     if not any(map(is_quantized, leaves)):
         return None, {}

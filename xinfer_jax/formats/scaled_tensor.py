@@ -73,7 +73,9 @@ class ScaledNumbers:
         return scales
 
     def per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
-        """What `scales`, `zeros` or `offsets` has of these rows and columns, once for each of them."""
+        """Reads `scales`, `zeros` or `offsets` for these rows and columns, and returns one value for each of
+        them.
+        """
         (height, _) = self.shape
         (matrix, row) = np.divmod(np.arange(rows.start, rows.stop), height)
         row = matrix * -(-height // self.block[0]) + row // self.block[0]
@@ -95,7 +97,9 @@ class ScaledTensor(RowsAsTensor):
     type: ClassVar = "F32"
 
     def rows(self, at: slice) -> slice:
-        """Where its rows are, of which every `step`-th is its own. at: on its first axis."""
+        """Returns the rows of the file that hold the tensor's rows. Every `step`-th of them belongs to the
+        tensor. at: a slice of the tensor's first axis.
+        """
         (first, end, _) = at.indices(self.shape[0])
         each = math.prod(self.shape[1:-1])
         last = self.first_row + (end * each - 1) * self.step
@@ -130,48 +134,53 @@ class ScaledTensor(RowsAsTensor):
 
 
 class MatrixFormat(StoredFormat):
-    """A format whose matrices can be read as tensors of floats: it finds `ScaledNumbers` for each.
+    """A format whose matrices can be read as tensors of floats. It finds `ScaledNumbers` for each.
 
-    A matrix has the name that it has in a float checkpoint; `tensor_specs` are of those that `find` returns.
+    A matrix has the name that it has in a float checkpoint. `tensor_specs` are specs of the matrices that
+    `find` returns.
     """
 
     stays_quantized = True  # whether its matrices stay as they are stored, unless they are dequantized
 
     def of_files(self, tensors: Tensors) -> Self:
-        """The format of a checkpoint with these tensors, by their names in the files. Raises InputError where
-        its settings do not fit them.
+        """Returns the format of a checkpoint with these tensors, by their names in the files. Raises
+        InputError if its settings do not fit them.
         """
         return self
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
-        """The quantized matrices, and shapes of those of experts; zeros where only one layout is possible."""
+        """Returns the names and shapes of the quantized matrices, or of the experts' matrices. Sizes may be
+        zeros if only one layout is possible.
+        """
         raise NotImplementedError
 
     def open(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """The tensor of floats of what has the checked `tensor_specs`: a `ScaledTensor`, or a kin of it."""
+        """Returns the tensor of floats of a matrix with the checked `tensor_specs`: a `ScaledTensor`, or a
+        similar class.
+        """
         raise NotImplementedError
 
     def with_matrices(self, tensors: Tensors) -> dict[str, Any]:
-        """The tensors with quantized matrices as if they were floats, as `find` has their shapes."""
+        """Returns the tensors with quantized matrices as if they were floats, as `find` has their shapes."""
         found = self.find(tensors).items()
         return {**tensors, **{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in found}}
 
 
 def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
+    """Returns the shapes that belong to matrices of `with_matrices`. Vectors are left out."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
 
 
 def is_quick_pattern(text: str) -> bool:
-    """Whether it is a regular expression that takes little time: without groups that are repeated."""
+    """Returns True if a text is a regular expression that takes little time: no group in it is repeated."""
     with contextlib.suppress(re.error):
         return bool(re.compile(text)) and not _SLOW.search(text) and len(re.findall(r"[*+{]", text)) < 9
     return False
 
 
 def check_groups(name: str, inputs: int, J: int) -> None:
-    """Raises InputError where groups of J inputs do not divide those of a matrix."""
+    """Raises InputError if groups of J inputs do not divide the inputs of a matrix."""
     if inputs % J:
         raise InputError(f"{name} has {inputs} inputs, which groups of {J} do not divide")
 
@@ -194,13 +203,15 @@ def read_bytes(stored: StoredTensor, table: np.ndarray) -> Read:
 
 
 def flat_bytes(stored: StoredTensor) -> StoredTensor:
-    """All rows of a tensor as bytes, [rows, bytes]."""
+    """Returns all rows of a tensor as bytes, [rows, bytes]."""
     width = stored.shape[-1] * stored.struct.dtype.itemsize
     return dataclasses.replace(stored, type="U8", shape=(math.prod(stored.shape[:-1]), width))
 
 
 def read_rows(stored: StoredTensor, shape: tuple[int, int], finish: Callable | None = None) -> Read:
-    """Returns a reader of scales in this shape, float32. finish: gets those of the file and returns them."""
+    """Returns a reader of scales in this shape, float32. finish: gets the scales of the file and returns them
+    changed.
+    """
     flat = dataclasses.replace(stored, shape=shape)
 
     def read(rows: slice, columns: slice) -> np.ndarray:
@@ -212,7 +223,7 @@ def read_rows(stored: StoredTensor, shape: tuple[int, int], finish: Callable | N
 
 
 def group_of_inputs(name: str, stored: StoredTensor, J: int) -> np.ndarray | None:
-    """Returns the group of each input as a file has it; None: neighbours share one. Raises InputError."""
+    """Returns the group of each input as a file has it. None: neighbours share one. Raises InputError."""
     group_I = stored.array()
     natural_I = np.arange(len(group_I)) // J
     if np.array_equal(group_I, natural_I):

@@ -56,12 +56,12 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def _bits(type: str) -> int:
-    """Of a number of this safetensors type."""
+    """Returns the number of bits of a number of this safetensors type."""
     return 8 if type == "BOOL" else int(re.findall("[0-9]+", type)[0])
 
 
 def stored_tensor(tensor: StoredTensor) -> TensorToWrite:
-    """A tensor of another file, byte for byte."""
+    """Yields a tensor of another file, byte for byte."""
     num_bytes = math.prod(tensor.shape) * _bits(tensor.type) // 8
 
     def blocks() -> Iterator[Any]:
@@ -74,9 +74,8 @@ def stored_tensor(tensor: StoredTensor) -> TensorToWrite:
 
 
 def write_whole(path: Path, write: Callable[[Path | None], None]) -> None:
-    """Writes a directory beside the path, and puts it in its place once it is whole.
-
-    write: gets the directory; None: in another process than the first, which takes part in gathering only.
+    """Writes a directory next to the path, and puts it in its place once it is whole. write: gets the
+    directory. None: another process than the first, which takes part in gathering only.
     """
     temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("saving", "old"))
     is_first = jax.process_index() == 0
@@ -117,9 +116,9 @@ def write_checkpoint(
 
     Args:
         tensors, settings: the weights and config.json.
-        files: contents of other files by name, or where they are copied from.
-        limit: most bytes of a file of weights.
-        directory: as in `write_whole`.
+        files: contents of other files by name, or paths from which they are copied.
+        limit: the most bytes of a file of weights.
+        directory: see `write_whole`.
     """
     shards = _shards(tensors, limit)
     total = sum(tensor.num_bytes for tensor in tensors.values())
@@ -145,7 +144,9 @@ def write_checkpoint(
 
 
 def _shards(tensors: Mapping[str, TensorToWrite], limit: int) -> list[list[str]]:
-    """Names by file, as many in their order as it may hold; wide types first, so that all are aligned."""
+    """Returns the names by file. Each file has, in their order, as many as it may hold. Wide types are first,
+    so that all are aligned.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -160,9 +161,10 @@ def _shards(tensors: Mapping[str, TensorToWrite], limit: int) -> list[list[str]]
 def _write_shard(
     file: Path | None, tensors: Mapping[str, TensorToWrite], bar: Any, errors: list[OSError]
 ) -> None:
-    """Header length, header and data: the library's own writer would hold all tensors once more.
+    """Writes header length, header and data. The library's own writer would hold all tensors once more.
 
-    errors: gets what stops the writing. Blocks are gathered all the same, which other processes wait for.
+    errors: a list that gets the error that stops the writing. Blocks are gathered all the same, which other
+    processes wait for.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

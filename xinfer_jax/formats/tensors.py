@@ -49,13 +49,13 @@ class StoredTensor:
         return jax.ShapeDtypeStruct(self.shape, DTYPES[self.type])
 
     def view(self, first_row: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """The tensor of that shape that begins at a row."""
+        """Returns the tensor of that shape that begins at a row."""
         row = math.prod(shape[1:-1]) * self.stride if self.stride else math.prod(shape[1:])
         start = self.start + first_row * row * self.struct.dtype.itemsize
         return dataclasses.replace(self, start=start, shape=shape)
 
     def slice_axis(self, axis: int, start: int, size: int) -> "StoredTensor":
-        """A slice along the first axis (0) or the last (any other number)."""
+        """Returns a slice along the first axis (0) or the last (any other number)."""
         if axis == 0:
             return self.view(start, (size, *self.shape[1:]))
         if size == self.shape[-1]:
@@ -65,8 +65,8 @@ class StoredTensor:
         return dataclasses.replace(self, start=first_byte, shape=(*self.shape[:-1], size), stride=stride)
 
     def transposed(self, first: int, step: int) -> list["TransposedMatrix"]:
-        """Each expert's columns from `first` on, every `step`-th, as rows: of a tensor [experts, inputs,
-        columns] or, of biases, [experts, columns].
+        """Returns each expert's columns from `first` on, every `step`-th, as rows: of a tensor [experts,
+        inputs, columns] or, of biases, [experts, columns].
         """
         inputs, columns = (self.shape if len(self.shape) > 2 else (0, 1, self.shape[1]))[1:]
         flat = dataclasses.replace(self, shape=(self.shape[0] * inputs, columns))
@@ -81,7 +81,7 @@ class StoredTensor:
 
     def read_into(self, out: np.ndarray, first: int) -> None:
         """Fills an array with rows (of the first axis) from `first` on, converted to its type. Raises
-        InputError where the file has become shorter, or cannot be read.
+        InputError if the file has become shorter, or cannot be read.
         """
         dtype = self.struct.dtype
         data = out if out.dtype == dtype else np.empty(out.shape, dtype)
@@ -94,7 +94,7 @@ class StoredTensor:
                 np.copyto(out, data, casting="unsafe")
 
     def array(self) -> np.ndarray:
-        """The whole tensor, in memory that a device array can keep."""
+        """Returns the whole tensor, in memory that a device array can keep."""
         out = aligned_empty(self.struct)
         rows = np.atleast_1d(out)
         width = max(1, rows[:1].nbytes)
@@ -131,7 +131,9 @@ class RowsAsTensor:
 
 @dataclasses.dataclass(frozen=True)
 class TransposedMatrix(RowsAsTensor):
-    """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices."""
+    """A matrix that a file stores with its inputs first, and with its outputs by turns with the outputs of
+    other matrices.
+    """
 
     stored: Any  # [inputs, columns]
     first: int  # of its columns
@@ -153,7 +155,7 @@ class TransposedMatrix(RowsAsTensor):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Matrices of one shape as one: the rows of the first, then those of the second, and so on."""
+    """Matrices of one shape as one: the rows of the first, then the rows of the second, and so on."""
 
     parts: list[StoredTensor]
 
@@ -177,9 +179,11 @@ Require = Callable[[bool, str], None]  # raises unless a setting, by its name, i
 
 
 class StoredFormat:
-    """How a checkpoint stores quantized matrices: the one object of a format. It recognizes its settings in
-    config.json, checks them, and reads and writes matrices. A matrix has its name X.weight, and its shape
-    [O, I]. `quantized_formats.FORMATS` lists the formats; no other file names one.
+    """A format of quantized matrices in a checkpoint. It recognizes its settings in config.json, checks them,
+    and reads and writes matrices. Each format is one object.
+
+    A matrix has its name X.weight, and its shape [O, I]. `quantized_formats.FORMATS` lists the formats, and
+    no other file names one.
     """
 
     methods: ClassVar[tuple[str, ...]]  # values of quant_method in config.json
@@ -194,7 +198,7 @@ class StoredFormat:
     @classmethod
     def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
         """Returns the settings of a checkpoint whose `quantization_config` names no method, with
-        `quant_method`; None: they are not in this format. settings: config.json of the directory.
+        `quant_method`. None: they are not in this format. settings: config.json of the directory.
         """
         return None
 
@@ -205,7 +209,7 @@ class StoredFormat:
 
     @classmethod
     def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any] | None:
-        """Returns the settings for leaves that are from no file of a format; None: they are not for it."""
+        """Returns the settings for leaves that are from no file of a format. None: they are not for it."""
         return None
 
     @classmethod
@@ -219,17 +223,19 @@ class StoredFormat:
         return {**settings, cls.floats_field: names + added} if added else {**settings}
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
-        """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""
+        """Returns the stored tensors of a matrix, or of experts' matrices. It is empty if they are not
+        quantized.
+        """
         raise NotImplementedError
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
-        """The tensors of quantized leaves by their names. dtype: of the float tensors beside them. Raises
-        InputError: the format has no such matrix.
+        """Returns the tensors of quantized leaves by their names. Raises InputError if the format has no such
+        matrix. dtype: the dtype of the float tensors next to them.
         """
         raise self.misfit(*next(iter(leaves.items())))
 
     def misfit(self, name: str, leaf: Any) -> InputError:
-        """The error of `pack` for this matrix."""
+        """Returns the error of `pack` for this matrix."""
         if reason := getattr(leaf, "not_written", None):
             return InputError(f"{name.replace('{}', '*')} {reason}")
         return InputError(
@@ -238,13 +244,15 @@ class StoredFormat:
         )
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Whether a tensor can be ignored, as scales of activations can, which stay floats."""
+        """Returns True if a tensor can be ignored. For example, scales of activations can, because
+        activations stay floats.
+        """
         return False
 
 
 def is_listed(module: str, names: Iterable[str]) -> bool:
-    """Whether a name of `modules_to_not_convert` begins the module's, in whole components, or ends it:
-    transformers' rule.
+    """Returns True if a name of `modules_to_not_convert` is the beginning of the module's name, in whole
+    components, or its end. This is the rule of transformers.
     """
     return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in names)
 
@@ -255,16 +263,18 @@ class QuantizedFormat(StoredFormat):
     is_read_whole: ClassVar[bool] = False  # over a mesh too, since parts share stored numbers
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """The shapes and types of what `load` returns. Reads at most the order of inputs."""
+        """Returns the shapes and types of the result of `load`. Reads at most the order of inputs."""
         raise NotImplementedError
 
     def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
+        """Reads a matrix with the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
         raise NotImplementedError
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory by name: of its single file, or of the shards that its index names."""
+    """Returns all tensors of a directory by name: of its single file, or of the shards that its index
+    names.
+    """
     weight_map = {} if file_exists(path / WEIGHTS) else read_index(path)
     if weight_map is None:
         raise InputError(f"{path} {describe_files(os.listdir(path))}")
@@ -285,8 +295,9 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor_file(file: Path, max_header: int = _MAX_HEADER) -> dict[str, StoredTensor]:
-    """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
-    from the end of that JSON. max_header: limit of that length, which is compared before anything is parsed.
+    """Returns the tensors of one file. Its header is 8 bytes with the length of the JSON that follows.
+    Offsets count from the end of that JSON. max_header: the limit of that length, which is compared before
+    anything is parsed.
     """
     file_exists(file)  # raises for a git-LFS pointer
     try:

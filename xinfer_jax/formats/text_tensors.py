@@ -18,9 +18,9 @@ _CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_(scale|zero_point)$")  # 
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Returns the tensors by the names that the text model alone would have, and patterns with counts of
-    those that are known and not read: images and sound are not served, the layers for multi-token prediction
-    (`mtp`) do not draft, and rotary frequencies are computed.
+    """Returns the tensors by the names that the text model alone would have, and patterns with counts of the
+    tensors that are known and not read: images and sound are not served, the layers for multi-token
+    prediction (`mtp`) do not draft, and rotary frequencies are computed.
     """
     found: dict[str, StoredTensor] = {}
     skipped: Counter[str] = Counter()
@@ -33,14 +33,16 @@ def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
 
 
 def has_head(names: Iterable[str]) -> bool:
-    """Whether some tensor, quantized or not, is the head's."""
+    """Returns True if some tensor, quantized or not, belongs to the head."""
     return any((text_name(name) or "").startswith("lm_head.") for name in names)
 
 
 def other_tensors(names: Iterable[str]) -> set[str]:
-    """Of tensors that a model lacks, those that no family has: value heads, and scales of caches in 8 bits.
+    """Returns, from the tensors that a model lacks, the ones that no family has: value heads, and scales of
+    caches in 8 bits.
 
-    Others within a layer belong to its sum: leaving them out would change it.
+    Any other tensor within a layer is part of the layer's computation: leaving it out would change the
+    result.
     """
     return {name for name in names if not name.startswith(_FAMILIES) or _CACHE_SCALE.search(name)}
 

@@ -26,8 +26,8 @@ _EOS_MULTIPLE = 8  # the number of end ids is rounded up to a multiple
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] and the length of each row [B]. T is the bucket of the longest prompt, at most `most`.
-    Padding is on the right. If there are more `rows` than prompts, empty rows follow.
+    """Returns tokens [B, T] and the length of each row [B]. T is the bucket of the longest prompt, at most
+    `most`. Padding is on the right. If there are more `rows` than prompts, empty rows follow.
     """
     num_tokens_B = np.zeros(max(rows, len(prompts)), np.int32)
     num_tokens_B[: len(prompts)] = [len(prompt) for prompt in prompts]
@@ -36,7 +36,9 @@ def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> t
 
 
 def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
-    """The bytes of a call that decodes so many rows. Raises InputError if they exceed the memory."""
+    """Returns the bytes of a call that decodes this number of rows. Raises InputError if they exceed the
+    memory.
+    """
     options = call.options
     config = call.config
     new = options.max_tokens
@@ -64,20 +66,22 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
 
 
 def new_cache(call: ValidatedCall, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
-    """An empty cache for the model of the call, or for its draft model."""
+    """Returns an empty cache for the model of the call, or for its draft model."""
     dtype = call.options.cache_dtype or cache_dtype(params)
     mesh, _ = _mesh_of(params)
     return init_cache(config, rows, capacity, dtype, mesh)
 
 
 def _mesh_of(params: Params) -> tuple[Any, float]:
-    """The mesh that divides the parameters, and the fraction of them in one memory; None and 1: none does."""
+    """Returns the mesh that divides the parameters, and the fraction of them in one memory. None and 1: no
+    mesh divides them.
+    """
     find = plugin("mesh", "of params")
     return find(params) if find else (None, 1)
 
 
 def prompt_of_row(call: ValidatedCall) -> np.ndarray:
-    """int32 [R]: the prompt of each row. The answers of a prompt are consecutive rows; padding rows
+    """Returns, int32 [R], the prompt of each row. The answers of a prompt are consecutive rows. Padding rows
     follow.
     """
     prompt_R = np.repeat(np.arange(len(call.prompts), dtype=np.int32), call.answers)
@@ -108,8 +112,8 @@ def _sizes(call: ValidatedCall) -> StateSizes:
 
 
 def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
-    """The rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R: from
-    `prompt_of_row`; dfas: the `Dfa` of each row's grammar, None for a row without one.
+    """Returns the rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R:
+    the result of `prompt_of_row`. dfas: the `Dfa` of each row's grammar, None for a row without one.
     """
     V = call.config.vocab_size
     R = len(prompt_R)
@@ -142,8 +146,9 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
 def settings_of_rows(
     call: ValidatedCall, sampling_B: SamplingConfig, prompt_R: np.ndarray, answer_R: np.ndarray, end_ids: int
 ) -> RowSettings:
-    """The settings of rows of a call, in NumPy arrays. sampling_B: of the prompts; prompt_R, answer_R: the
-    prompt of each row, and the number of its answer; end_ids: columns for EOS ids, and stop ids at the end.
+    """Returns the settings of rows of a call, in NumPy arrays. sampling_B: the settings of the prompts.
+    prompt_R, answer_R: the prompt of each row, and the number of its answer. end_ids: columns for EOS ids,
+    and stop ids at the end.
     """
     options = call.options
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)
@@ -162,8 +167,8 @@ def state_of_rows(
     sizes: StateSizes,
     automata: Any = None,
 ) -> DecodeState:
-    """Rows before their first token, in new arrays. prompts: of the first rows; the others are padding;
-    settings: of all rows; automata: as in `init_context`.
+    """Returns rows before their first token, in new arrays. prompts: the prompts of the first rows. The other
+    rows are padding. settings: the settings of all rows. automata: see `init_context`.
     """
     R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)
@@ -179,7 +184,7 @@ def state_of_rows(
 
 
 def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
-    """int32 [rows, width]: the ids of each prompt, then zeros. Further rows are zeros."""
+    """Returns int32 [rows, width]: the ids of each prompt, then zeros. Further rows are zeros."""
     tokens_BT = np.zeros((rows, width), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt

@@ -1,5 +1,5 @@
 """The rows of a call of `generate` or `stream`: prefill, decode steps, the checks of the generated tokens on
-the host, and the output. `generate` and `stream` differ in how many steps they take at a time.
+the host, and the output. `generate` and `stream` differ in the number of steps that they take at a time.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ from .validation import ValidatedCall
 
 
 class BatchGenerator:
-    """The rows of a call, and what they generated.
+    """The rows of a call, and the tokens that they generated.
 
     Attributes:
-        generated: the tokens of the rows so far, on the host; set by `start`.
+        generated: the tokens of the rows so far, on the host. `start` sets it.
         stats: the cost of the call so far.
     """
 
     generated: SampledTokens
 
     def __init__(self, call: ValidatedCall, *, decodes_whole: bool):
-        """Makes the arrays of the call, but for its caches.
+        """Makes the arrays of the call, except its caches.
 
         Args:
-            call: from `validate_call`.
-            decodes_whole: decode with the traced executor, in one loop on the device. Otherwise, and for the
-                prompts, the executor of `executor_class` serves.
+            call: the result of `validate_call`.
+            decodes_whole: True: decode with the traced executor, in one loop on the device. Otherwise, and
+                for the prompts, the executor of `executor_class` serves.
         """
         with Stopwatch() as self._setup:
             self._prepare(call, decodes_whole)
@@ -85,7 +85,7 @@ class BatchGenerator:
             self._strategy = self._drafting.strategy
 
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
-        """What prefills and samples the first token, and what decodes."""
+        """Returns the executor that prefills and samples the first token, and the executor that decodes."""
         options = self._call.options
         if self._call.callers is not None or options.taps is not None:
             from ..sampling.caller_processors import guarded  # optional: functions of callers
@@ -98,7 +98,7 @@ class BatchGenerator:
         return executor, traced if self._decodes_whole and options.use_cache else executor
 
     def _new_caches(self) -> tuple[Any, Any]:
-        """The cache, with the prefix; and the draft model's, if there is one."""
+        """Returns the cache, with the prefix, and the draft model's cache, if there is one."""
         call = self._call
         if not call.options.use_cache:
             return None, None
@@ -113,7 +113,7 @@ class BatchGenerator:
 
     def precompile(self) -> tuple[Compilation, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
-        compiler, and how many programs come before the first token.
+        compiler, and the number of programs that come before the first token.
         """
 
         def dry_run(compiler: Any) -> int:
@@ -167,7 +167,7 @@ class BatchGenerator:
         stats.count(compiling, *watches)
 
     def decode(self, steps: int) -> None:
-        """Takes so many steps, or fewer where all rows end; without a cache one."""
+        """Takes this number of steps, or fewer if all rows end. Without a cache it takes one."""
         with Stopwatch() as compiling:
             self._compiler.wait()
         with Stopwatch() as decoding:
@@ -219,18 +219,22 @@ class BatchGenerator:
 
     @property
     def steps(self) -> int:
-        """Tokens that every active row has; those of the longest row once none is active."""
+        """The number of tokens that every active row has or, once none is active, the number of tokens of the
+        longest row.
+        """
         of_active = self.generated.count_B[self.active_R]
         return int(of_active.min() if of_active.size else self.generated.count_B.max())
 
     def ids(self, step: int) -> list[int | None]:
-        """The tokens of a step; None for a row that had ended."""
+        """Returns the tokens of a step, with None for a row that had ended."""
         column = self.generated.tokens_BT[:, step].tolist()
         rows = zip(column, self.generated.count_B, strict=True)
         return [token if step < n else None for token, n in rows]
 
     def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
-        """The outputs of the last tokens of the rows that answer; and what the carry has beside the state."""
+        """Returns the outputs of the last tokens of the rows that answer, and the parts of the carry other
+        than the state.
+        """
         outputs, cache, *_ = executor.prefill(self._model, self._tokens, cache)
         if draft_cache is not None:
             draft_cache = self._drafting.prefill(executor, draft_cache)
@@ -247,7 +251,7 @@ class BatchGenerator:
         return executor.sample(executor.logits(self._model, outputs), self._state)[0]
 
     def _recompute(self, executor: Executor, generated: list[list[int]]) -> DecodeState:
-        """The state with the next token, after a forward pass of the whole rows, without a cache."""
+        """Returns the state with the next token, after a forward pass of the whole rows, without a cache."""
         call = self._call
         pairs = zip(self._prompt_R, generated, strict=False)
         rows = [call.prompts[i] + ids for i, ids in pairs]
@@ -255,10 +259,11 @@ class BatchGenerator:
         return self._sample(executor, executor.prefill(self._model, tokens, None).hidden)
 
     def output(self, stopped_at: int | None = None) -> GenerateOutput:
-        """What the call returns.
+        """Returns the output of the call.
 
         Args:
-            stopped_at: the caller stopped the call after so many tokens of each row: later ones do not count.
+            stopped_at: the number of tokens of each row after which the caller stopped the call. Later tokens
+                do not count.
         """
         call = self._call
         options = call.options

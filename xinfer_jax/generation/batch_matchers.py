@@ -17,28 +17,28 @@ class BatchMatchers:
 
     Attributes:
         matchers: `grammar.matcher.Matcher` or `DfaMatcher` of these rows.
-        dfas: of each row; None: the host writes its masks, or it has no grammar.
+        dfas: the automaton of each row. None: the host writes its masks, or it has no grammar.
     """
 
     def __init__(self, matchers: Sequence[Any]):
-        """matchers: of each row."""
+        """Makes the matchers of a call. matchers: the matcher of each row."""
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
         self.dfas = [matcher and matcher.dfa for matcher in matchers]
         self._counts = dict.fromkeys(self.matchers, 0)  # tokens that were followed
 
     def need_masks(self, active_R: np.ndarray) -> bool:
-        """Whether a row whose masks the host writes continues. active_R: bool."""
+        """Returns True if a row whose masks the host writes continues. active_R: bool."""
         return any(active_R[row] and one.dfa is None for row, one in self.matchers.items())
 
     def masks(
         self, shape: tuple[int, int, int], active_R: np.ndarray | None, draft_BT: Any = None
     ) -> np.ndarray:
-        """The masks of all rows, in a new array.
+        """Returns the masks of all rows, in a new array.
 
         Args:
-            shape: [B, Q, W]; Q: 1, or one more than draft tokens.
-            active_R: bool: rows that continue; None: all. The others may sample anything, and do not.
-            draft_BT: int32; None: no drafts are verified next.
+            shape: [B, Q, W]. Q: 1, or one more than draft tokens.
+            active_R: bool: rows that continue. None: all. The others may sample anything, and do not.
+            draft_BT: int32. None: no drafts are verified next.
         """
         masks = np.full(shape, ALL_BITS)
         for row, matcher in self.matchers.items():
@@ -47,7 +47,7 @@ class BatchMatchers:
         return masks
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
-        """Follows what is new in each row's tokens."""
+        """Follows the new tokens of each row."""
         for row, matcher in self.matchers.items():
             matcher.append(rows[row][self._counts[row] :])
             self._counts[row] = len(rows[row])
@@ -56,7 +56,9 @@ class BatchMatchers:
 def compile_grammars(
     config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
 ) -> tuple[tuple[Any, ...], bool]:
-    """The compiled grammar of each prompt, () where no prompt has one; and whether the host writes masks."""
+    """Returns the compiled grammar of each prompt, or () if no prompt has one, and True if the host writes
+    masks.
+    """
     given: Any = options.grammar
     each = list(given) if is_sequence(given) else [given] * len(prompts)
     if len(each) != len(prompts):

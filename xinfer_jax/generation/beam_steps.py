@@ -1,5 +1,5 @@
 """Beam search as a strategy: a step scores the continuations of every beam, takes C candidates, and separates
-the sequences that ended from those that continue.
+the sequences that ended from the sequences that continue.
 
 Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
 """
@@ -77,7 +77,9 @@ class BeamSearch(Strategy):
     tail: int  # most positions in which the beams of a prompt may differ
 
     def init(self, executor: Executor, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
-        """The first carry, and whether the search continues; cache: of the prompts, with these outputs."""
+        """Returns the first carry, and True if the search continues. cache: the cache of the prompts, with
+        these outputs.
+        """
         state, continues = executor.call(_FIRST, outputs, constants[1], self)
         prompt_R = np.repeat(np.arange(len(cache.length_B), dtype=np.int32), self.beams)
         return (state, executor.reorder(cache, prompt_R)), continues
@@ -94,7 +96,7 @@ class BeamSearch(Strategy):
         return _continues(carry[0], constants[1])
 
     def results(self, carry: Carry) -> BeamResults:
-        """The fields of the state that the host needs."""
+        """Returns the fields of the state that the host needs."""
         state = carry[0]
         return BeamResults(state.ended_BWT, state.length_BW, state.final_BW, state.broken_B, state.step)
 
@@ -104,7 +106,7 @@ def _continues(state: BeamState, request: BeamRequest) -> jax.Array:
 
 
 def _first(logits, request, search):
-    """The beams after their first token, and whether the search continues."""
+    """Returns the beams after their first token, and True if the search continues."""
     logits_BV = logits_at(logits, 0)
     B, V = logits_BV.shape
     W = search.beams
@@ -123,7 +125,7 @@ def _first(logits, request, search):
 
 
 def _next(logits, state, request, search):
-    """The beams after one more token, and whether the search continues."""
+    """Returns the beams after one more token, and True if the search continues."""
     logits_RV = logits_at(logits, 0)
     B, W = state.score_BW.shape
     V = logits_RV.shape[1]
@@ -150,8 +152,8 @@ def _extend(logits_BWV, state, request, search):
 
 
 def _with_broken(state, broken_B):
-    """The state that records the prompts whose scores are NaN. They are searched no further. The other
-    prompts' search continues.
+    """Returns the state that records the prompts whose scores are NaN. They are searched no further. The
+    other prompts' search continues.
     """
     broken_B = broken_B & state.open_B
     first_B = jnp.where(broken_B, state.step, state.broken_B)
@@ -159,8 +161,8 @@ def _with_broken(state, broken_B):
 
 
 def _scores(logprobs_BWV, state, sampling_B, least):
-    """Each beam's score plus the processed log-probability of every next token, [B, W, V]. A sampled beam
-    keeps at least `least` tokens.
+    """Returns each beam's score plus the processed log-probability of every next token, [B, W, V]. A sampled
+    beam keeps at least `least` tokens.
     """
     B, W, V = logprobs_BWV.shape
     logprobs_RV = logprobs_BWV.reshape(B * W, V)
@@ -184,8 +186,8 @@ def _scores(logprobs_BWV, state, sampling_B, least):
 
 
 def _candidates(score_BWV, state, rows, C):
-    """The C best, or C drawn without replacement, the best first, as in transformers 5.24 (before, in the
-    order drawn): their scores, beams, tokens, and sequences [B, C, T].
+    """Returns the C best candidates, or C drawn without replacement: their scores, beams, tokens, and
+    sequences [B, C, T]. The best is first, as in transformers 5.24 (before, they were in the order drawn).
     """
     B, W, V = score_BWV.shape
 
@@ -205,8 +207,8 @@ def _candidates(score_BWV, state, rows, C):
 
 
 def _select(candidates, state, request, early_stopping):
-    """The next state: the best candidates that continue are the running beams. Those of the first W that end
-    join the ended sequences if they are good enough.
+    """Returns the next state: the best candidates that continue are the running beams. If one of the first W
+    candidates ends, it joins the ended sequences if it is good enough.
     """
     score_BC, beam_BC, token_BC, tokens_BCT = candidates
     length_penalty = request.length_penalty
@@ -244,5 +246,5 @@ def _divisor(length: jax.Array, length_penalty: jax.Array) -> jax.Array:
 
 
 def _take(x_BC: Any, index_BW: jax.Array) -> jax.Array:
-    """x[b, index[b, w]] for every b and w, whatever axes follow."""
+    """Returns x[b, index[b, w]] for every b and w, whatever axes follow."""
     return x_BC[jnp.arange(len(index_BW))[:, None], index_BW]

@@ -191,7 +191,7 @@ class BeamSearchPlan:
         options: GenerateOptions,
         key: jax.Array | None,
     ):
-        """Checks the arguments, which are as of `beam_search`. The parameters may be shapes."""
+        """Checks the arguments, which are described in `beam_search`. The parameters may be shapes."""
         is_single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
         self.call = call = validate_call(params, config, [ids] if is_single else ids, options, key)
         beams = check_integer("num_beams", settings.num_beams, 1)
@@ -216,7 +216,7 @@ class BeamSearchPlan:
         return new_cache(call, call.params, call.config, call.capacity, call.rows)
 
     def prepare(self) -> Compilation:
-        """Begins to compile what the search runs, in threads."""
+        """Begins to compile the programs of the search, in threads."""
         call = self.call
 
         def dry_run(compiler: Any) -> int:
@@ -232,12 +232,12 @@ class BeamSearchPlan:
         return compile_ahead(call.params, signature, dry_run)[0]
 
     def prefill(self, executor: Executor, cache: KVCache) -> ModelOutput[Any]:
-        """`Executor.prefill` of the prompts."""
+        """Runs `Executor.prefill` of the prompts."""
         return executor.prefill(self._model, self._tokens, cache)
 
     def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:
-        """The sequences that ended, best first, and where the search stopped. caches: that of `prefill`, to
-        take out.
+        """Returns the sequences that ended, best first, and the step at which the search stopped. caches: a
+        list with the cache of `prefill`, which is taken out.
         """
         logits = executor.logits(self._model, outputs)
         constants = self.call.params, self._request
@@ -283,7 +283,7 @@ def _check(
 
 
 def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
-    """How many different sequences there are, or `enough` where there are more."""
+    """Returns the number of different sequences, or `enough` if there are more."""
     ended = 0
     running = 1
     for _ in range(max_tokens):
@@ -295,8 +295,8 @@ def _possible(vocab_size: int, ends: int, max_tokens: int, enough: int) -> int:
 
 
 def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list, list, int]:
-    """Sequences and their scores, as nested lists; and the number of tokens of the best
-    ones. Raises InputError for scores that are NaN.
+    """Returns sequences and their scores, as nested lists, and the number of tokens of the best ones. Raises
+    InputError for scores that are NaN.
     """
     sequences = []
     scores = []

@@ -1,4 +1,6 @@
-"""`Drafting`: what a call of `generate` or `stream` with draft tokens has beside plain decoding."""
+"""`Drafting`: the parts of a call of `generate` or `stream` that plain decoding does not have, for draft
+tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -20,8 +22,8 @@ from .validation import ValidatedCall
 
 
 class Drafting:
-    """The draft model or function of a call, whose draft `check` returned. params: of the draft model; None:
-    a function proposes.
+    """The draft model or function of a call, whose draft `check` returned. params: the parameters of the
+    draft model. None: a function proposes.
     """
 
     def __init__(self, call: ValidatedCall):
@@ -38,8 +40,8 @@ class Drafting:
 
     @staticmethod
     def check(call: ValidatedCall) -> Any:
-        """The draft of a call. A draft model with longrope gets the factors of the longest sequence from the
-        start: its tokens are only proposals, so the result stays.
+        """Returns the draft of a call. A draft model with longrope gets the factors of the longest sequence
+        from the start: its tokens are only proposals, so the result stays.
         """
         draft: Any = call.options.draft
         if isinstance(draft, str) and draft == "lookup":
@@ -53,7 +55,7 @@ class Drafting:
         return _check_model(draft, call)
 
     def new_cache(self) -> KVCache | None:
-        """An empty cache for the draft model; None without one."""
+        """Returns an empty cache for the draft model, or None without one."""
         call = self._call
         if self._config is None:
             return None
@@ -61,21 +63,23 @@ class Drafting:
         return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
 
     def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
-        """The draft model's cache with the prompts; cache: of `new_cache`."""
+        """Returns the draft model's cache with the prompts. cache: the result of `new_cache`."""
         tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
         return executor.prefill(RunnableModel(self.params, self._config), tokens, cache).cache
 
     def start(
         self, executor: Executor, cache: Any, draft_cache: KVCache | None
     ) -> tuple[Any, SpeculationState]:
-        """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
+        """Returns the model's cache with space for draft tokens, and the other parts of the strategy's
+        carry.
+        """
         call = self._call
         if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         return cache, SpeculationState.of_rows(call.rows, draft_cache)
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
-        """Writes into the statistics how many draft tokens of the first rows were accepted."""
+        """Writes the number of accepted draft tokens of the first rows into the statistics."""
         passes_R = np.asarray(state.passes_B)[:rows]
         accepted_R = np.asarray(state.accepted_B)[:rows]
         stats.passes = passes_R.tolist()
@@ -102,7 +106,7 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
 
 
 def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
+    """Returns a cache whose rows can go back by as many tokens as one call of `tokens` appends."""
     layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
     return dataclasses.replace(cache, layers=layers)
 

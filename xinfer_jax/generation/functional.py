@@ -1,5 +1,5 @@
-"""The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out; all three work inside a
-caller's jit. This module checks the arguments; loop.py has the loops.
+"""The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out. All three work inside a
+caller's jit. This module checks the arguments, and loop.py has the loops.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Decoded(DecodeState):
 
 
 class _LoopArrays(NamedTuple):
-    """What `decode_loop` is given of its rows next to logits and cache."""
+    """The arrays of the rows that `decode_loop` gets in addition to logits and cache."""
 
     key_B: Any
     sampling_B: SamplingConfig
@@ -344,7 +344,7 @@ def decode_loop(  # noqa: PLR0913  a public function
 
 
 def _size(max_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
-    """T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
+    """Returns T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
     size = None if output_size is None else check_integer("output_size", output_size, 1)
     if is_traced(max_tokens):
         if size is None:
@@ -384,7 +384,7 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
 
 
 def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
-    """Raises InputError for an invalid impl, or where more_B further tokens exceed the capacity, if it is
+    """Raises InputError for an invalid impl, or if more_B further tokens exceed the capacity, as far as it is
     known.
     """
     check_impl(impl)

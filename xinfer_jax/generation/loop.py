@@ -44,14 +44,17 @@ def prefill_chunks(
     chunk: int,
     run_config: RunConfig,
 ) -> ModelOutput[Any]:
-    """What the model returns for each row's last token; its `hidden` are logits [B, V]. A forward pass takes
-    `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
+    """Prefills in chunks, and returns the output of the model for each row's last token. Its `hidden` are
+    logits [B, V]. A forward pass takes `chunk` tokens of each row. Chunks that are all padding are skipped. A
+    row without tokens stays as it is.
     """
     num_tokens_B = inputs.num_tokens_B
     B, T = inputs.tokens_BT.shape
 
     def run_chunk(inputs: Inputs, cache: KVCache, previous_BD: jax.Array) -> ModelOutput[Any]:
-        """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
+        """Returns the last hidden state of each row in the chunk, or the previous one if the chunk is all
+        padding.
+        """
         out = apply_model(params, config, inputs, cache, extras, run_config)
         last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
         has_tokens_B1 = (inputs.num_tokens_B > 0)[:, None]
@@ -82,19 +85,21 @@ def prefill_chunks(
 def prefill_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
-    """Logits [B, V] after each row's last token, without a cache."""
+    """Returns logits [B, V] after each row's last token, without a cache."""
     out = hidden_of_tokens(params, config, Inputs(tokens_BT, num_tokens_B), NO_EXTRAS, None, run_config)
     return head_logits(params, config, last_hidden(out.hidden, num_tokens_B))
 
 
 @over_any_mesh
 def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> ModelOutput[Any]:
-    """What the model returns for each token; without a cache the inputs are whole rows."""
+    """Returns the output of the model for each token. Without a cache the inputs are whole rows."""
     return apply_model(params, config, inputs, cache, extras, run_config)
 
 
 def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """[B, D]: the hidden state of each row's last token; of the first one in a row without tokens."""
+    """Returns, [B, D], the hidden state of each row's last token, or of the first token in a row without
+    tokens.
+    """
     return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
 
 
@@ -107,7 +112,7 @@ class Hidden(NamedTuple):
 
 
 def to_logits(x: Any) -> Any:
-    """The logits of `Hidden`; anything else stays."""
+    """Returns the logits of `Hidden`. Anything else stays."""
     return head_logits(*x) if isinstance(x, Hidden) else x
 
 
@@ -187,8 +192,8 @@ def decode(
     run_config: RunConfig,
     watched_B: Any = None,
 ) -> Carry:
-    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit;
-    watched_B: as of `goes_on`.
+    """Returns the carry after this number of steps (int32) of a strategy, or fewer if it ends. steps: None:
+    no limit. watched_B: see `goes_on`.
     """
     step = partial(strategy.step, TracedExecutor(run_config, inline), constants)
 
@@ -209,18 +214,18 @@ def decode(
 def search(
     strategy: Any, constants: tuple, logits_BV: jax.Array, cache: KVCache, run_config: RunConfig
 ) -> Any:
-    """The results of a strategy that runs to its end."""
+    """Returns the results of a strategy that runs to its end."""
     carry, _ = strategy.init(TracedExecutor(run_config, inline), constants, logits_BV, cache)
     return strategy.results(decode(strategy, constants, carry, None, run_config))
 
 
 def run_steps(function: Callable, static: Any, donated: Any, args: Any, run_config: RunConfig) -> Any:
-    """`function(executor, static, donated, args)`, within a trace."""
+    """Runs `function(executor, static, donated, args)`, within a trace."""
     return function(TracedExecutor(run_config, inline), static, donated, args)
 
 
 def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeState:
-    """`sample_and_append` of logits [B, V], or of `Hidden`."""
+    """Runs `sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
         return sample_and_append(outputs, state, run_config)
     params, config, hidden_BD = outputs
@@ -236,8 +241,8 @@ def _sample_hidden(params, hidden_BD, state, config, run_config) -> DecodeState:
 
 
 class JitVariants(NamedTuple):
-    """A function jitted twice: `keeping` leaves its arguments as they are; `donating` reuses the memory of
-    those that it replaces.
+    """A function jitted twice. `keeping` leaves its arguments as they are. `donating` reuses the memory of
+    the arguments that it replaces.
     """
 
     keeping: Any
@@ -245,7 +250,7 @@ class JitVariants(NamedTuple):
 
 
 def jit_variants(function: Any, *static: str) -> JitVariants:
-    """`donating` reuses the memory of the argument `cache`."""
+    """Returns the function jitted twice. `donating` reuses the memory of the argument `cache`."""
     jit = partial(jax.jit, static_argnames=static)
     return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 

@@ -10,7 +10,9 @@ from .validation import ValidatedCall
 
 
 def check_tokens_left(call: ValidatedCall, row: int, ids: list[int]) -> None:
-    """Raises NoTokenLeftError for a token that the settings forbid: it is sampled where they forbid all."""
+    """Raises NoTokenLeftError for a token that the settings forbid: such a token is sampled only if they
+    forbid all.
+    """
     prompt = row // call.answers
     settings: SettingsOfRows = call.sampling_B
     wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
@@ -26,8 +28,8 @@ def check_tokens_left(call: ValidatedCall, row: int, ids: list[int]) -> None:
 
 
 def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
-    """The indices in `ids` of tokens that complete an n-gram (n = size) for the second time. Each n-gram has
-    a number, made of the numbers of two shorter ones, so that the time hardly grows with n.
+    """Returns the indices in `ids` of tokens that complete an n-gram (n = size) for the second time. Each
+    n-gram has a number, made of the numbers of two shorter ones, so that the time hardly grows with n.
     """
     row = np.array([*prompt, *ids], np.int64)
     width = 1
@@ -48,7 +50,7 @@ def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
 def _bad_words(
     prompt: Sequence[int], ids: Sequence[int], words_WL: np.ndarray, end_ids: Sequence[int]
 ) -> list[int]:
-    """The indices in `ids` of tokens that complete a forbidden sequence."""
+    """Returns the indices in `ids` of tokens that complete a forbidden sequence."""
     row = [*prompt, *ids]
     by_last = dict[int, list[list[int]]]()
     for word_L in words_WL[words_WL[:, -1] >= 0]:

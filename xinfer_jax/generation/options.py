@@ -189,12 +189,14 @@ class GenerateOutput:
 
 
 def default_capacity(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
-    """The capacity of the cache if the caller gives none. prompt_tokens: of the longest prompt."""
+    """Returns the capacity of the cache if the caller gives none. prompt_tokens: the number of tokens of the
+    longest prompt.
+    """
     return min(bucket(prompt_tokens) + bucket(max_tokens), config.context_length)
 
 
 def options_or_default(options: GenerateOptions | None) -> GenerateOptions:
-    """The options, or the defaults for None."""
+    """Returns the options, or the defaults for None."""
     if options is not None and not isinstance(options, GenerateOptions):
         from ..wrong_types import not_options  # optional: objects of transformers
 

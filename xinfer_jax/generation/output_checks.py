@@ -26,7 +26,7 @@ def check_generated(call: ValidatedCall, generated: SampledTokens) -> None:
 
 
 def check_overflow(call: ValidatedCall, cache: KVCache | None) -> None:
-    """Raises InputError where the tokens of a row did not fit into its cache."""
+    """Raises InputError if the tokens of a row did not fit into its cache."""
     if cache is not None and (overflow_B := np.asarray(cache.overflow_B)).any():
         row = overflow_B.argmax()
         raise ContextLengthError(f"row {row} outgrew its cache of {call.capacity} tokens: raise capacity")

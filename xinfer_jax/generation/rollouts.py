@@ -1,4 +1,4 @@
-"""Rollouts as training takes them: a prompt and its answer in one row; and answers that go on."""
+"""Rollouts in the form for training: a prompt and its answer in one row. Also continues answers."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def pack_rollout(
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routed_experts is not None:
         if out.routed_experts is None:
-            raise InputError("the answer has no routes: give return_routed_experts=True to decode_loop")
+            raise InputError("the answer has no routed experts: decode_loop(return_routed_experts=True) has")
         check_array(
             "prompt_routed_experts", prompt_routed_experts, jnp.integer, B, T, *out.routed_experts.shape[2:]
         )

@@ -1,4 +1,6 @@
-"""Which entries of `score` count: 0 at padding, NaN where an id that is no token was read."""
+"""Masks of the entries of `score`: entries at padding are 0, and entries that read an id that is no token are
+NaN.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +24,7 @@ def mask_scores(
     """Returns the fields [B, T-1] of `Scores`, or None: 0 if the target is padding, NaN if a token before it
     in its segment is not of the vocabulary.
 
-    reads_tokens: whether the model has read tokens_BT; False: the reference alone has, for `kl_BT`.
+    reads_tokens: True: the model has read tokens_BT. False: only the reference has read it, for `kl_BT`.
     """
     at_1T = jnp.arange(tokens_BT.shape[1])[None]
     last_other_BT = lax.cummax(jnp.where(are_tokens(tokens_BT, config), -1, at_1T), axis=1)

@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens: `score`, a differentiable function of arrays, and `score_completions`, a
-host function of lists of ids; `map_logits`, for losses of one's own.
+"""Log-probabilities of given tokens: `score` is a differentiable function of arrays, and `score_completions`
+is a host function of lists of ids. `map_logits` is for your own losses.
 
 The logits of a long text would take gigabytes: 4.6 GiB for 8192 tokens and a vocabulary of 152k. So they are
 computed for a part of the tokens at a time, and the backward pass computes each part again.
@@ -44,7 +44,7 @@ _MOST_LOGITS = 1 << 26  # of all tokens at the same time, where a loop over part
 
 
 class _ScoreArrays(NamedTuple):
-    """What `score` is given next to the model's inputs."""
+    """The arrays that `score` gets in addition to the model's inputs."""
 
     temperature_B11: Any  # None: 1
     reference: Params | None
@@ -153,7 +153,7 @@ def score(  # noqa: PLR0913  a public function
     if routed_experts is not None:
         check_array("routed_experts", routed_experts, np.integer, B, T, "layers", "experts")
         if config.num_experts:
-            check_range("routes: expert", routed_experts, -1, config.num_experts - 1)
+            check_range("routed_experts: expert", routed_experts, -1, config.num_experts - 1)
     if taps is not None:
         from ..model.taps import check_edits  # optional: taps
 
@@ -180,7 +180,7 @@ def score(  # noqa: PLR0913  a public function
 def _support_of_targets(
     support: Any, config: ModelConfig, tokens_BT: Any, reference: Any, teacher_topk: Any
 ) -> Any:
-    """The masks of all tokens but the first; None: none are given. Raises InputError."""
+    """Returns the masks of all tokens but the first. None: none are given. Raises InputError."""
     if support is None:
         return None
     rows, tokens = tokens_BT.shape
@@ -343,8 +343,9 @@ def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy
 
 
 def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) -> Any:
-    """function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of `chunk`
-    tokens, or by `_chunk` of the vocabulary's matrix. T is split, not B: rows may be on different devices.
+    """Returns function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of
+    `chunk` tokens, or by `_chunk` of the vocabulary's matrix. T is split, not B: rows may be on different
+    devices.
     """
     B, T = args[0].shape[:2]
     parts = -(-T // (chunk or _chunk(matrix, B, T)))
@@ -361,9 +362,9 @@ def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) 
 
 
 def _chunk(matrix: Any, B: int, T: int) -> int:
-    """The tokens of each row whose logits exist at the same time, if the caller gives no `chunk`: all of them
-    if they and their gradient take no more than the gradient of the vocabulary's matrix. A loop over parts
-    would carry that.
+    """Returns the tokens of each row whose logits exist at the same time, if the caller gives no `chunk`: all
+    of them if they and their gradient take no more than the gradient of the vocabulary's matrix. A loop over
+    parts would carry that.
     """
     if not (isinstance(B, int) and isinstance(T, int)):  # symbolic
         return T

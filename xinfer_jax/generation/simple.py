@@ -49,13 +49,13 @@ def generate_in_steps(
         params, config: the model.
         prompts: token ids, at least one per prompt.
         max_tokens: the most tokens of each answer.
-        sampling: the settings of all rows, or of each; None: greedy.
+        sampling: the settings of all rows, or of each. None: greedy.
         eos_token_ids: ids that end an answer.
-        key: one PRNG key (row i then uses `fold_in(key, i)`) or one per prompt; None: any, for greedy rows.
+        key: one PRNG key (row i then uses `fold_in(key, i)`) or one per prompt. None: any, for greedy rows.
 
     Returns:
-        The state of the rows. `tokens_BT` has the tokens, EOS included, and `length_B` how many of each row
-        are real; `logprobs_BT` has their log-probabilities.
+        The state of the rows. `tokens_BT` has the tokens, EOS included, `length_B` the number of real tokens
+        of each row, and `logprobs_BT` their log-probabilities.
     """
     B = len(prompts)
     V = config.vocab_size

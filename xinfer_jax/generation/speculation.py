@@ -2,9 +2,9 @@
 pass of the model verifies several of them.
 
 The token at a position is a function of the model's logits there and of the row's key (sampling/sampler.py).
-A draft token is accepted if it equals the token that the model samples itself. So the tokens are those of
-plain decoding with the same key, greedy or sampled, and so is their distribution. A draft model samples with
-the same noise, which makes its tokens agree more often.
+A draft token is accepted if it equals the token that the model samples itself. So the tokens equal the tokens
+of plain decoding with the same key, greedy or sampled, and so does their distribution. A draft model samples
+with the same noise, which makes its tokens agree more often.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _MAX_MATCH = 4  # tokens that prompt look-up compares at most
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculationState:
-    """What the carry of `Speculative` has beyond the state and the cache of the model."""
+    """The part of the carry of `Speculative` that is neither the state nor the cache of the model."""
 
     cache: KVCache | None  # of the draft model; None where a function proposes
     passes_B: jax.Array  # int32: forward passes of the model that each row took part in
@@ -48,18 +48,19 @@ class SpeculationState:
 
     @staticmethod
     def of_rows(rows: int, cache: KVCache | None = None) -> "SpeculationState":
-        """Before the first step."""
+        """Returns the state before the first step."""
         zeros_B: Any = np.zeros(rows, np.int32)
         return SpeculationState(cache, zeros_B, zeros_B)
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(Strategy):
-    """Several draft tokens of each row are verified per step, so a step may append several tokens.
+    """A strategy in which several draft tokens of each row are verified per step, so a step may append
+    several tokens.
 
-    constants: the parameters of the model, the rows' `Extras`, and the parameters of the draft model (None
-    for a function).
-    carry: the state, with `context.history_BS`; the model's cache; a `SpeculationState`.
+    - constants: the parameters of the model, the rows' `Extras`, and the parameters of the draft model (None
+      for a function).
+    - carry: the state, with `context.history_BS`, the model's cache, and a `SpeculationState`.
     """
 
     config: ModelConfig
@@ -82,12 +83,12 @@ class Speculative(Strategy):
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
     def draft_call(self, context: Context) -> tuple[Any, ...]:
-        """The program of a function that proposes, and its arguments."""
+        """Returns the program of a function that proposes, and its arguments."""
         count = self.num_draft_tokens
         return _CALL_DRAFT_FUNCTION, self.proposer, count, context.history_BS, context.position_B
 
     def _propose(self, executor: Executor, draft_params: Any, state: DecodeState, cache: Any) -> Any:
-        """The draft tokens [B, num_draft_tokens], and the draft model's cache."""
+        """Returns the draft tokens [B, num_draft_tokens], and the draft model's cache."""
         context = state.context
         count = self.num_draft_tokens
         known = context.history_BS, context.position_B
@@ -115,23 +116,25 @@ class Speculative(Strategy):
 def last_and_draft_tokens(
     cache: KVCache, progress: RowProgress, draft_BT: jax.Array
 ) -> tuple[Inputs, KVCache]:
-    """The last token of each row, and its draft tokens, [B, 1 + count]; none of a row that has ended."""
+    """Returns the last token of each row, and its draft tokens, [B, 1 + count]. A row that has ended has
+    none.
+    """
     tokens_BT = jnp.concatenate([progress.token_B[:, None], draft_BT], 1)
     return Inputs(tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32)), cache
 
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
-    """This token of each row."""
+    """Returns this token of each row."""
     return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
 
 
 def logits_at(logits: jax.Array, position: int) -> jax.Array:
-    """[B, V] of logits [B, T, V]; logits [B, V] are of that position already."""
+    """Returns [B, V] of logits [B, T, V]. Logits [B, V] belong to that position already."""
     return logits if logits.ndim == 2 else logits[:, position]
 
 
 def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tuple[Inputs, KVCache]:
-    """Each row's last two tokens, and the cache without them."""
+    """Returns each row's last two tokens, and the cache without them."""
     tokens_BT = jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
     return Inputs(tokens_BT, jnp.full(len(length_B), 2, jnp.int32)), truncate(cache, length_B - 2)
 
@@ -151,7 +154,7 @@ def verify(
 
 
 def _verify_in_turn(outputs, run_config, state, draft_BT):
-    """The state after `verify`; each token is sampled after the one before it was appended."""
+    """Returns the state after `verify`. Each token is sampled after the one before it was appended."""
     logits_BTV = to_logits(outputs)
     count = draft_BT.shape[1]
     accepted_B = state.active_B
@@ -167,12 +170,14 @@ def _verify(outputs, state, draft_BT, counts, lengths, run_config):
 
 
 def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, length_B: jax.Array) -> Any:
-    """int32 [B, count]."""
+    """Returns int32 [B, count]."""
     return jnp.asarray(proposer(history_BS, length_B, count), jnp.int32)
 
 
 def _add_draft_token(logits, state, context, draft_BT, i, run_config):
-    """The draft tokens with one more, sampled with the noise that the model itself will sample with."""
+    """Returns the draft tokens with one more, sampled with the noise that the model itself will sample
+    with.
+    """
     logits_BV = logits_at(logits, -1)
     token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
     context = context.append_token(token_B, state.active_B)
@@ -206,15 +211,16 @@ def _traced_draft(proposer, count, rows, history_size):
 
 
 def prompt_lookup(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
-    """The tokens that followed the last ones where these occurred before (prompt look-up, Saxena 2023).
+    """Returns the tokens that followed an earlier occurrence of the last tokens (prompt look-up, Saxena
+    2023).
 
-    Of all earlier places it takes the one that agrees over the most tokens (up to 4), and the latest of
-    these. If the tokens after it are fewer than `count`, they repeat.
+    It takes the earlier place that agrees over the most tokens (up to 4), and the latest of such places. If
+    the tokens after it are fewer than `count`, they repeat.
 
     Args:
         history_BS: int32, each row's tokens in order.
-        length_B: int32, how many they are.
-        count: number of draft tokens.
+        length_B: int32, the number of these tokens.
+        count: the number of draft tokens.
 
     Returns:
         int32 [B, count].

@@ -1,4 +1,4 @@
-"""`DecodeState`: everything that belongs to a row of the batch but its keys and values; rows are the first
+"""`DecodeState`: everything that belongs to a row of the batch except its keys and values. Rows are the first
 axis.
 """
 
@@ -79,7 +79,7 @@ class DecodeState(ShortRepr):
 
 
 class RowSettings(NamedTuple):
-    """What sampling needs of each row next to its tokens."""
+    """The settings that sampling needs of each row, in addition to its tokens."""
 
     key_B: Any  # uint32 [B, 2]: data of the PRNG keys
     sampling_B: SamplingConfig  # from `settings_per_row`
@@ -100,14 +100,16 @@ class RowProgress(NamedTuple):
         return ~self.finished_B & (self.length_B < self.limit_B)
 
     def longest_B(self, position_B: Any) -> Any:
-        """int32 [B]: the prompt and the most tokens of the answer. position_B: as of `DecodeState`."""
+        """Returns, int32 [B], the number of tokens of the prompt and the longest possible answer. position_B:
+        see `DecodeState`.
+        """
         return position_B - self.length_B + self.limit_B
 
 
 def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
-    """Rows before their first token. size: columns of `tokens_BT`."""
+    """Returns rows before their first token. size: columns of `tokens_BT`."""
     B = limit_B.shape[0]
     xp = array_module(B)
     zeros_B = xp.zeros(B, np.int32)
@@ -117,7 +119,7 @@ def new_state(
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that rows sampled, EOS included; B rows, T columns."""
+    """Tokens that rows sampled, EOS included. B rows, T columns."""
 
     tokens_BT: Any  # int32
     logprobs_BT: Any  # float32: their log-probabilities before any logits processor
@@ -128,12 +130,14 @@ class SampledTokens(NamedTuple):
     accepted_B: Any = None  # int32: accepted draft tokens; None: there are none
 
     def rows(self) -> list[list[int]]:
-        """Each row's tokens, on the host."""
+        """Returns each row's tokens, on the host."""
         return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.count_B, strict=True)]
 
 
 def fetch_tokens(state: DecodeState, rows: int) -> SampledTokens:
-    """The tokens of the first rows, without alternatives, on the host. Each array costs some microseconds."""
+    """Returns the tokens of the first rows, without alternatives, on the host. Each array costs some
+    microseconds.
+    """
     arrays = jax.device_get((state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B))
     return SampledTokens(*(array[:rows] for array in arrays))
 
@@ -163,8 +167,8 @@ def record_token(
     logits_BV: jax.Array, sampled_from: Callable[[], jax.Array], token_B: jax.Array, state: DecodeState,
     among_B: Any = True,
 ) -> DecodeState:  # fmt: skip
-    """The state with the alternatives of each row's next token, where they are requested. sampled_from: gives
-    the logits that the tokens were sampled from.
+    """Returns the state with the alternatives of each row's next token, if they are requested. sampled_from:
+    a function that gives the logits that the tokens were sampled from.
     """
     if state.alternatives is None:
         return state
@@ -178,7 +182,7 @@ def record_token(
 def append_token(
     state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True
 ) -> DecodeState:
-    """The state with the next token of each active row of `among_B`; other rows stay as they are."""
+    """Returns the state with the next token of each active row of `among_B`. Other rows stay as they are."""
     active_B = state.active_B & among_B
     row_B = jnp.arange(token_B.shape[0])
     column_B = _column(state, among_B)
@@ -194,10 +198,10 @@ def append_token(
 
 
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
-    """int32 [B]: the column of each row's next token; past the end where the row gets none."""
+    """Returns, int32 [B], the column of each row's next token. It is past the end if the row gets none."""
     return jnp.where(state.active_B & among_B, next_column(state), state.tokens_BT.shape[1])
 
 
 def next_column(state: DecodeState) -> jax.Array:
-    """int32 [B]: the column of each row's next token."""
+    """Returns int32 [B]: the column of each row's next token."""
     return state.length_B if state.output_start_B is None else state.length_B - state.output_start_B

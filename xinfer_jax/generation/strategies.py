@@ -1,12 +1,16 @@
-"""What a decoding strategy is, and plain decoding, the simplest one.
+"""Decoding strategies: the interface, and plain decoding, the simplest one.
 
-A strategy says which model runs on which tokens, and what is made of the logits. It is written once, over an
-`Executor`: the traced one makes one program of all its steps, with the loop on the device; the layerwise one
-calls compiled programs from the host.
+A strategy says which model runs on which tokens, and how the logits are used. It is written once, over an
+`Executor`:
+
+- The traced executor makes one program of all steps of the strategy, with the loop on the device.
+- The layerwise executor calls compiled programs from the host.
 
 A strategy has only static fields, so it can be a static argument of jit. All arrays are in `constants`, which
-a step reads, and in `carry`, which a step replaces. The other strategies are `speculation.Speculative` and
-`beam_steps.BeamSearch`; the latter also has an `init`, because its first step turns prompts into beams.
+a step reads, and in `carry`, which a step replaces.
+
+The other strategies are `speculation.Speculative` and `beam_steps.BeamSearch`. `BeamSearch` also has an
+`init`, because its first step turns prompts into beams.
 """
 
 import abc
@@ -28,27 +32,31 @@ Carry = tuple[Any, ...]
 
 
 class Strategy(abc.ABC):
-    """How tokens are decoded: `Plain`, `Speculative` or `BeamSearch`.
+    """A decoding strategy: `Plain`, `Speculative` or `BeamSearch`.
 
     Attributes:
-        steps_ahead: steps that may run after the last row has ended; they change nothing.
+        steps_ahead: the number of steps that may run after the last row has ended. They change nothing.
     """
 
     steps_ahead: ClassVar[int] = 0
 
     @abc.abstractmethod
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        """The next carry; and what `active` gives of it, None within a trace."""
+        """Takes a step. Returns the next carry, and the result of `active` for it, which is None within a
+        trace.
+        """
 
     def active(self, constants: tuple, carry: Carry) -> Any:
-        """bool [B]: the rows that continue; carry: first the state."""
+        """Returns bool [B]: the rows that continue. carry: first the state."""
         return carry[0].active_B
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters, and the rows' `Extras`; carry: the
-    state and the cache, and the routes of sampled tokens where a traced executor records them.
+    """A strategy that takes one token of each active row per step.
+
+    - constants: the parameters, and the rows' `Extras`.
+    - carry: the state and the cache, and the routes of sampled tokens if a traced executor records them.
     """
 
     steps_ahead = 1
@@ -68,7 +76,7 @@ class Plain(Strategy):
         return (self.ended(state), out.cache, *routed_experts), active_B
 
     def ended(self, state: DecodeState) -> DecodeState:
-        """The state in which rows have ended as `stop` says; only within a trace."""
+        """Returns the state in which rows have ended as `stop` says. It is only for a trace."""
         if self.stop is None:
             return state
         from ..sampling.caller_processors import end_rows  # optional: functions of callers
@@ -77,8 +85,8 @@ class Plain(Strategy):
 
 
 def goes_on(active_B: Any, watched_B: Any = None) -> Any:
-    """Whether a call takes another step: a row is active, and no watched one has ended. On the host too.
-    watched_B: bool; None: none is watched.
+    """Returns True if a call takes another step: a row is active, and no watched row has ended. It also works
+    on the host. watched_B: bool, or None if no row is watched.
     """
     any_active = active_B.any()
     return any_active if watched_B is None else any_active & ~(watched_B & ~active_B).any()
@@ -88,5 +96,5 @@ def goes_on(active_B: Any, watched_B: Any = None) -> Any:
 
 
 def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
-    """The last token of each row; none of a row that has ended."""
+    """Returns the last token of each row. A row that has ended has none."""
     return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache

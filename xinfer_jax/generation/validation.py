@@ -56,7 +56,7 @@ class ValidatedCall:
 
     @functools.cached_property
     def greedy(self) -> bool:
-        """Whether every row takes its most likely token, without any logits processor."""
+        """Returns True if every row takes its most likely token, without any logits processor."""
         return not self.grammars and self.callers is None and takes_most_likely(self.sampling_B)
 
     @functools.cached_property
@@ -97,7 +97,9 @@ class ValidatedCall:
 
     @functools.cached_property
     def num_draft_tokens(self) -> int:
-        """Draft tokens per step; at most what fits into the answer and the cache: others would be dropped."""
+        """The number of draft tokens per step, at most the number that fits into the answer and the cache:
+        others would be dropped.
+        """
         return min(self.options.draft_tokens, bucket(self.options.max_tokens), self.capacity - 1)
 
     @functools.cached_property
@@ -106,7 +108,9 @@ class ValidatedCall:
         return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
     def new_matcher(self, prompt: int) -> Any:
-        """What follows an answer to this prompt through its grammar; None without one."""
+        """Returns a matcher that follows an answer to this prompt through its grammar, or None without a
+        grammar.
+        """
         grammar = self.grammars[prompt] if self.grammars else None
         if grammar is None:
             return None
@@ -120,7 +124,7 @@ class ValidatedCall:
 
 
 def non_finite_reason(params: Params, cache_dtype: str | None = None) -> str:
-    """Why values of a model may not be finite, and the remedy."""
+    """Returns the reason why values of a model may not be finite, and the remedy."""
     if "float16" in (np.dtype(activation_dtype(params)).name, cache_dtype):
         return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
     return "the weights or activations contain NaN or inf: check the checkpoint, or use dtype float32"
@@ -174,7 +178,7 @@ def validate_call(
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
-    """The options with each value in its canonical type; InputError for an invalid value."""
+    """Returns the options with each value in its canonical type. Raises InputError for an invalid value."""
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     check_impl(options.impl)
@@ -222,7 +226,7 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
 def _compile_grammars(
     config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
 ) -> tuple[tuple[Any, ...], bool]:
-    """`ValidatedCall.grammars`, and `needs_masks`."""
+    """Returns `ValidatedCall.grammars`, and `needs_masks`."""
     if options.grammar is None:
         return (), False
     from .batch_matchers import compile_grammars  # optional: grammars
@@ -247,7 +251,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
-    """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
+    """Raises ContextLengthError if prompt and answer exceed the model's context or the cache."""
     new = options.max_tokens
     computed = longest + (new if new > 1 else 0)  # a single token comes from the prompt's own logits
     prefix_capacity = options.prefix.cache.capacity if options.prefix else None
@@ -265,8 +269,8 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
-    """The prompts as lists of ints. Raises InputError where they, called by `name`, are not non-empty lists
-    of ids of text.
+    """Returns the prompts as lists of ints. Raises InputError if they, called by `name`, are not non-empty
+    lists of ids of text.
     """
     if not is_sequence(prompts):
         raise InputError(f"{name}s must be a list of lists of token ids, got {format_value(prompts)}")

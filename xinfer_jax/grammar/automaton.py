@@ -74,7 +74,7 @@ class Dfa(ShortRepr):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Automata:
-    """The automata of rows, and their states; `Context.automata`, whose interface the samplers use."""
+    """The automata of rows, and their states. It is `Context.automata`, whose interface the samplers use."""
 
     class_BV: Any  # int16
     next_BN: Any  # int16: the table of each row, state by state, then anything
@@ -87,30 +87,34 @@ class Automata:
         return jnp.asarray(self.width_B) > 0
 
     def mask(self, logits_BV: jax.Array) -> jax.Array:
-        """The logits, -inf where the automaton of a row allows no token; in a wrong state it may only end."""
+        """Returns the logits, -inf for tokens that the automaton of a row does not allow. In a wrong state a
+        row may only end.
+        """
         next_BV = self._next(jnp.asarray(self.class_BV))
         wrong_B1 = jnp.asarray(self.state_B)[:, None] < 0
         allowed_BV = jnp.where(wrong_B1, jnp.asarray(self.class_BV) == ENDS, next_BV >= 0)
         return jnp.where(allowed_BV | ~self.used_B[:, None], logits_BV, -jnp.inf)
 
     def append(self, token_B: jax.Array, active_B: jax.Array) -> "Automata":
-        """After a token of each active row."""
+        """Returns the automata after each active row has appended its token."""
         class_B1 = jnp.asarray(self.class_BV)[jnp.arange(len(token_B)), token_B][:, None]
         next_B = jnp.where(jnp.asarray(self.state_B) < 0, -1, self._next(class_B1)[:, 0])
         return dataclasses.replace(self, state_B=jnp.where(active_B & self.used_B, next_B, self.state_B))
 
     def select_rows(self, rows_B: Any) -> "Automata":
-        """Those of these rows. rows_B: bool."""
+        """Returns the automata of these rows. rows_B: bool."""
         return dataclasses.replace(self, width_B=jnp.where(rows_B, self.width_B, 0))
 
     def _next(self, class_BX: jax.Array) -> jax.Array:
-        """int32 [B, X]: the next state after a token of each class."""
+        """Returns int32 [B, X]: the next state after a token of each class."""
         start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
         return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
 
 
 def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> "Automata | None":
-    """The automata of the rows of `decode_loop`; None: no row has one. InputError: grammar is not `Dfa`s."""
+    """Returns the automata of the rows of `decode_loop`. None: no row has one. InputError: grammar is not
+    `Dfa`s.
+    """
     dfas = grammar if is_sequence(grammar) else [grammar]
     given = [dfa for dfa in dfas if dfa is not None]
     if not all(isinstance(dfa, Dfa) for dfa in given):
@@ -154,17 +158,19 @@ def compile_dfa(pattern: "str | Grammar", tokenizer: "Tokenizer") -> Dfa:
     """
     source = getattr(pattern, "source", pattern)
     if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
-        raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
+        raise InputError(
+            f"compile_dfa takes a regular expression, or regex or choice, got {format_value(pattern)}"
+        )
     vocab_size = tokenizer.backend.get_vocab_size()
     try:
         return Dfa(*token_automaton(source, *token_bytes(tokenizer, vocab_size)))
     except NotRegularError as error:
         remedy = "give GenerateOptions(grammar=regex(…)) to generate"
-        raise GrammarError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
+        raise GrammarError(f"compile_dfa does not serve {format_value(source)}: {error}; {remedy}") from error
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:
-    """The classes of tokens [V], the table [N] and its width."""
+    """Returns the classes of tokens [V], the table [N] and its width."""
     if dfa is None:
         return np.full(vocab_size, NEVER, np.int16), np.zeros(size, np.int16), np.int32(0)
     xp: Any = jnp if any(map(is_traced, jax.tree.leaves(dfa))) else np

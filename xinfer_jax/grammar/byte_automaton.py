@@ -1,4 +1,4 @@
-"""From the tree of a regular expression to a deterministic automaton over bytes of UTF-8."""
+"""Conversion of the tree of a regular expression to a deterministic automaton over bytes of UTF-8."""
 
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +29,7 @@ class _Parts:
         return len(self.edges) - 1
 
     def add(self, tree: Tree, start: int) -> int:
-        """Adds a tree from a state on; the state after it."""
+        """Adds a tree from a state on. Returns the state after it."""
         self._trees += 1
         if self._trees > _MAX_TREES:
             raise NotRegularError(f"more than {_MAX_TREES} parts")
@@ -76,7 +76,7 @@ class _Parts:
                 self.edges[start].append((first, last, state_before(tuple(rest))))
 
     def reach(self, states: Sequence[int]) -> frozenset[int]:
-        """These states, and all that they reach without a byte."""
+        """Returns these states, and all that they reach without a byte."""
         found = set(states)
         left = [*found]
         while left:
@@ -88,11 +88,11 @@ class _Parts:
 
 
 def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton of a tree; state 0 is the first. Raises NotRegularError for more than 512.
+    """Returns the automaton of a tree. State 0 is the first. Raises NotRegularError for more than 512 states.
 
     Returns:
-        int16 [states, 256]: the next state; below 0: no text that matches goes on so. bool [states]: the text
-        may end.
+        The next state, int16 [states, 256]. Below 0: no text that matches continues in this way. And bool
+        [states]: the text may end.
     """
     parts = _Parts()
     start = parts.state()
@@ -120,7 +120,7 @@ def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _without_dead_ends(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
-    """The table without ways from which no end can be reached."""
+    """Returns the table without ways from which no end can be reached."""
     live_S = accepts_S
     next_SY = np.unique(next_SX, axis=1)  # few columns differ
     while True:
@@ -131,7 +131,7 @@ def _without_dead_ends(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray
 
 
 def _byte_ranges(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
-    """Sequences of ranges of bytes, which together are the UTF-8 of these characters."""
+    """Yields sequences of ranges of bytes, which together are the UTF-8 of these characters."""
     for limit in _LENGTH_LIMITS:
         if low <= min(high, limit):
             yield from _of_one_length(low, min(high, limit))

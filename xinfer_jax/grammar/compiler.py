@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> "Vocabulary":
-    """The `Vocabulary` of a tokenizer and a model's number of logits; it is made once."""
+    """Returns the `Vocabulary` of a tokenizer and a model's number of logits. It is made once."""
     with _lock:
         by_size = _vocabularies.setdefault(tokenizer, {})
         if vocab_size not in by_size:
@@ -51,7 +51,9 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: "Grammar") -> Any:
-        """A new `llguidance.LLMatcher` at the grammar's beginning; errors as of `compile_matcher`."""
+        """Returns a new `llguidance.LLMatcher` at the grammar's beginning. It raises the errors of
+        `compile_matcher`.
+        """
         key = grammar.kind, grammar.source
         with self._lock:
             compiled = self._compiled.get(key)
@@ -66,7 +68,7 @@ class Vocabulary:
         return compiled.deep_copy()
 
     def automaton(self, grammar: "Grammar") -> Dfa | None:
-        """The grammar as an automaton; None where it is not regular, or too large."""
+        """Returns the grammar as an automaton, or None if it is not regular, or too large."""
         return self._automaton_of(grammar.source) if grammar.kind == "regex" else None
 
     def _make_automaton(self, pattern: str) -> Dfa | None:
@@ -84,7 +86,9 @@ class Vocabulary:
         return make_tokenizer(self.tokens, self.special)
 
     def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
-        """After what a grammar begins in the answer to a prompt; None: with the answer."""
+        """Returns the end of the reasoning after which a grammar begins in the answer to a prompt. None: the
+        grammar begins with the answer.
+        """
         end = grammar.reasoning_end
         if end is None or end == AUTO and self._generation_prompt is None:
             return None
@@ -98,10 +102,12 @@ class Vocabulary:
 
 
 class ReasoningEnd:
-    """Tells where the reasoning of an answer ends."""
+    """Finds the end of the reasoning in an answer."""
 
     def __init__(self, tokenizer: Any, text: str | None):
-        """text: after which it ends; None: with the header of Harmony's channel `final`."""
+        """Makes a finder. text: the text after which the reasoning ends. None: it ends with the header of
+        Harmony's channel `final`.
+        """
         self._tokenizer = tokenizer
         self._text = text
         self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which the end stands
@@ -110,13 +116,15 @@ class ReasoningEnd:
         self.call_end = next((i for i, mark in marks.items() if mark == CALL), -1)
 
     def ends(self, recent: list[int]) -> bool:
-        """Whether the last tokens have the end. recent: at most `most_tokens`."""
+        """Returns True if the last tokens contain the end. recent: at most `most_tokens`."""
         if self._text is not None:
             return self._text in self._tokenizer.decode(recent, skip_special_tokens=False)
         return self._header(recent) == ("final", None)
 
     def in_call(self, recent: list[int], before: bool) -> bool:
-        """Whether the last tokens are of a message to a function. before: the same without the last one."""
+        """Returns True if the last tokens belong to a message to a function. before: the result for the
+        tokens without the last one.
+        """
         mark = self._tokenizer.harmony_marks.get(recent[-1]) if self._text is None else None
         if mark != MESSAGE:
             return before and mark is None
@@ -124,14 +132,16 @@ class ReasoningEnd:
         return before if header is None else header[1] is not None
 
     def _header(self, recent: list[int]) -> tuple[str, str | None] | None:
-        """Channel and function of the header that the last token ends; None: it ends no header."""
+        """Returns channel and function of the header that the last token ends. None: it ends no header."""
         if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
             return None
         return last_header(self._tokenizer.decode_marked(recent))
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:
-    """What the chat template puts before an answer that begins with reasoning; None: none does."""
+    """Returns the text that the chat template puts before an answer that begins with reasoning. None: the
+    template has no such text.
+    """
     template = tokenizer.chat_template or ""
     in_harmony = tokenizer.writes_harmony
     if THINK_END not in template and not in_harmony:

@@ -1,4 +1,4 @@
-"""`Grammar` and what makes one: `json_schema`, `json_object`, `regex`, `lark`, `choice`."""
+"""`Grammar` and the functions that make one: `json_schema`, `json_object`, `regex`, `lark`, `choice`."""
 
 import dataclasses
 import json
@@ -166,12 +166,12 @@ def choice(
 
 
 def escape_regex(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Returns a regular expression that matches this text alone."""
     return "".join(rf"\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else c for c in text)
 
 
 def with_tokenizer(grammar: Any, tokenizer: Any) -> Any:
-    """A grammar, or a list of them, with this tokenizer where it has none."""
+    """Returns a grammar, or a list of them, with this tokenizer if it has none."""
     if is_sequence(grammar):
         return [with_tokenizer(one, tokenizer) for one in grammar]
     if isinstance(grammar, Grammar) and grammar.tokenizer is None:

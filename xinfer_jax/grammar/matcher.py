@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class CompiledGrammar:
-    """A grammar that a model's vocabulary serves. Each answer gets a `matcher` of its own.
+    """A grammar that a model's vocabulary serves. Each answer gets a separate `matcher`.
 
     Args:
-        grammar: with a tokenizer.
+        grammar: a grammar with a tokenizer.
         vocab_size: V.
-        dfa, new_masks: of a grammar that was compiled elsewhere: its automaton, or what makes the masks of an
-            answer, with the methods of `LocalMasks`.
+        dfa, new_masks: parts of a grammar that was compiled elsewhere: its automaton, or a function that
+            makes the masks of an answer, with the methods of `LocalMasks`.
 
     Raises:
-        InputError: a grammar that is not served.
+        InputError: the grammar is not served.
     """
 
     def __init__(
@@ -45,11 +45,15 @@ class CompiledGrammar:
             self._vocabulary.matcher(grammar)
 
     def runs_on_device(self, prompt: Sequence[int]) -> bool:
-        """Whether answers to this prompt follow an automaton on the device; else masks of the host."""
+        """Returns True if answers to this prompt follow an automaton on the device. Otherwise the host makes
+        masks.
+        """
         return self._dfa is not None and self._vocabulary.reasoning_end(self._grammar, list(prompt)) is None
 
     def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher | DfaMatcher":
-        """For an answer to a prompt. end_ids: allowed where the grammar may end, and only there."""
+        """Returns a matcher for an answer to a prompt. end_ids: tokens that are allowed if the grammar may
+        end, and only then.
+        """
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
         if self._dfa is not None and waits_for is None:
             return DfaMatcher(self._dfa, end_ids)
@@ -61,14 +65,14 @@ class CompiledGrammar:
 
 @dataclasses.dataclass
 class DfaMatcher:
-    """Checks on the host what an answer sampled by its automaton on the device."""
+    """Checks on the host the tokens that an answer sampled by its automaton on the device."""
 
     dfa: Dfa
     _end_ids: Sequence[int]
     _state: int = 0
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the next tokens of the answer; one that is not allowed raises."""
+        """Follows the next tokens of the answer. Raises if one is not allowed."""
         for token in ids:
             token_class = ENDS if token in self._end_ids else self.dfa.class_V[token]
             self._state = int(self.dfa.next_SC[self._state, token_class])
@@ -81,7 +85,7 @@ class LocalMasks:
     seconds = 0.0  # that the last ones took, where the caller need not wait
 
     def __init__(self, matcher: Any, vocab_size: int):
-        """matcher: an `LLMatcher` of its own."""
+        """Makes the masks of one answer. matcher: an `LLMatcher` that nothing else uses."""
         self._masks = TokenMasks(matcher, vocab_size)
         self._next: tuple[Sequence[int], Sequence[int]] = (), ()
 
@@ -90,7 +94,7 @@ class LocalMasks:
         self._next = ids, draft_ids
 
     def wait(self, seconds: float) -> bool:
-        """Whether `result` returns at once; waits for it at most so long."""
+        """Returns True if `result` returns at once. Waits for it, but at most this number of seconds."""
         return True
 
     def result(self) -> np.ndarray:
@@ -103,8 +107,8 @@ class Matcher:
     dfa = None
 
     def __init__(self, masks: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
-        """masks: `LocalMasks`, or what has its methods; waits_for: before it every token may come, but an EOS
-        id only after a call.
+        """Makes a matcher. masks: `LocalMasks`, or an object with its methods. waits_for: the end of the
+        reasoning. Before it every token may come, but an EOS id only after a call.
         """
         self._masks = masks
         self._size = vocab_size
@@ -120,11 +124,11 @@ class Matcher:
 
     @property
     def seconds(self) -> float:
-        """That the last masks took beside other work."""
+        """The time that the last masks took while other work ran."""
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
-        """Begins to compute the masks of `fill`; does nothing if no token was appended since."""
+        """Begins to compute the masks of `fill`. Does nothing if no token was appended since."""
         if self._started:
             return
         self._started = True
@@ -140,7 +144,7 @@ class Matcher:
             self._masks.start(self._ids, drafts)
 
     def wait(self, seconds: float = 0.0) -> bool:
-        """Whether the masks are computed; waits for them at most so long."""
+        """Returns True if the masks are computed. Waits for them, but at most this number of seconds."""
         return not self._computes or self._masks.wait(seconds)
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
@@ -164,15 +168,15 @@ class Matcher:
         np.bitwise_and.at(mask, self._ends[~allowed] // 32, ~bit_of_ends[~allowed])
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the tokens that were sampled under the last masks. NoTokenLeftError: the grammar forbids
-        one, which is sampled where the settings forbid all that it allows.
+        """Follows the tokens that were sampled under the last masks. Raises NoTokenLeftError if the grammar
+        forbids one. Such a token is sampled if the settings forbid all tokens that the grammar allows.
         """
         for token in ids:
             self._started = False
             check_allowed(self._try_append(token))
 
     def _try_append(self, token: int) -> bool:
-        """Whether the token may come next. An EOS id ends the answer."""
+        """Appends a token, and returns True if it may come next. An EOS id ends the answer."""
         is_end = token in self._ends
         if (end := self._waits_for) is not None:
             is_allowed = not is_end or self._in_call and token == end.call_end

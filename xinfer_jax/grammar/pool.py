@@ -1,8 +1,9 @@
-"""`GrammarPool`: compiles the grammars of a server's clients, and computes their masks, in processes of their
-own. A grammar that takes too long, needs too much memory or breaks the compiler costs its request alone.
+"""`GrammarPool`: compiles the grammars of a server's clients, and computes their masks, in separate
+processes. A grammar that takes too long, needs too much memory or breaks the compiler costs its request
+alone.
 
-`Turns` says which process does a job. Nothing is lost with a process: a job says where its answer is, so any
-process can do it.
+`Turns` chooses the process that does a job. Nothing is lost with a process: a job says at which place its
+answer is, so any process can do it.
 """
 
 import array
@@ -61,7 +62,7 @@ class PooledGrammar(Grammar):
 
 
 class PooledMasks:
-    """The masks of an answer, computed by a pool. Its methods are those of `LocalMasks`."""
+    """The masks of an answer, computed by a pool. It has the methods of `LocalMasks`."""
 
     def __init__(self, grammar: PooledGrammar):
         self._grammar = grammar
@@ -99,7 +100,7 @@ class PooledMasks:
 
 
 class _Job:
-    """One job of a client; the fields are those of `worker`."""
+    """One job of a client. The fields are the ones of `worker`."""
 
     def __init__(self, client: str, name: str, grammar: Grammar, number: Any, ids: Any, drafts: list[int]):
         self.client = client
@@ -114,14 +115,16 @@ class _Job:
         self.quick_seconds = 0.0  # that it takes at most if it is quick
 
     def message(self, with_grammar: bool, pace: str) -> tuple[Any, ...]:
-        """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
+        """Returns the message that a process gets. with_grammar: the process does not know the grammar, and
+        compiles it.
+        """
         seconds = _CHECK_SECONDS if with_grammar else _MASK_SECONDS
         self.quick_seconds = quick_seconds(with_grammar, 1 + len(self._rest[2]))
         seconds = seconds if pace == SLOW else min(seconds, self.quick_seconds)
         return self.name, self.key, self._grammar if with_grammar else None, *self._rest, seconds
 
     def failure(self, number: int) -> InputError:
-        """Why it failed: its process was ended by this signal."""
+        """Returns the error of a job whose process was ended by this signal."""
         if number == signal.SIGPROF:
             why = f"takes more than {_MASK_SECONDS:g} s for one token"
             if self.name == CHECK:
@@ -135,7 +138,7 @@ class _Job:
 
 
 class _CrashError(Exception):
-    """The process has ended. number: by this signal."""
+    """The process has ended. number: the signal that ended it."""
 
     def __init__(self, number: int):
         self.number = number
@@ -162,13 +165,17 @@ class GrammarPool:
         self._closed = False
 
     def prepare(self, client: str, grammar: Grammar) -> PooledGrammar:
-        """A grammar that was compiled elsewhere; of a regular expression the automaton is waited for."""
+        """Returns a grammar that was compiled elsewhere. If it is a regular expression, its automaton is
+        waited for.
+        """
         if grammar.kind == "regex":
             return self._checked_grammar(client, grammar, self._check(client, grammar).result())
         return self._checked_grammar(client, grammar, (0.0, (MASKS, None)))
 
     async def compile(self, client: str, grammar: Grammar) -> PooledGrammar:
-        """Compiles a grammar; if this call is cancelled, the job ends. GrammarError: it is not served."""
+        """Compiles a grammar. If this call is cancelled, the job ends. Raises GrammarError if the grammar is
+        not served.
+        """
         done = await asyncio.wrap_future(self._check(client, grammar))
         return self._checked_grammar(client, grammar, done)
 
@@ -189,7 +196,7 @@ class GrammarPool:
         return PooledGrammar(**fields, pool=self, client=client, dfa=dfa, first=None if dfa else arrays[0])
 
     def submit(self, job: _Job) -> Future:
-        """Queues a job; its future has what `worker` answers. If that is cancelled, the job ends."""
+        """Queues a job. Its future has the answer of `worker`. If the future is cancelled, the job ends."""
         with self._lock:
             self._add(job)
         return job.future
@@ -205,7 +212,7 @@ class GrammarPool:
         self._turns.add(job)
 
     def close(self) -> None:
-        """Ends the processes and the threads; jobs that are not done fail."""
+        """Ends the processes and the threads. Jobs that are not done fail."""
         with self._lock:
             self._closed = True
             for slot in self._turns.slots:
@@ -218,7 +225,7 @@ class GrammarPool:
             thread.join()
 
     def _run(self, slot: Slot) -> None:
-        """The thread of a slot."""
+        """Runs as the thread of a slot."""
         while True:
             with self._lock:
                 while not slot.jobs and not self._closed:
@@ -294,7 +301,7 @@ class GrammarPool:
         return found
 
     def _wait(self, connection: Connection, job: _Job) -> bool:
-        """Waits for an answer; False where nobody waits for it any more, or it takes too long."""
+        """Waits for an answer. Returns False if nobody waits for it any more, or it takes too long."""
         while not connection.poll(_POLL_SECONDS):
             if job.future.cancelled() or self._closed or time.monotonic() > job.end:
                 return False
@@ -308,7 +315,7 @@ class GrammarPool:
         slot.done = 0
 
     def _end(self, slot: Slot, name: bytes) -> int:
-        """Waits for, or kills, the process of a slot; the signal that ended it."""
+        """Waits for, or kills, the process of a slot. Returns the signal that ended it."""
         assert slot.connection is not None
         slot.connection.close()
         slot.connection = None

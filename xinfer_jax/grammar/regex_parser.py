@@ -1,7 +1,7 @@
 r"""Parses regular expressions into trees over sets of characters.
 
-The syntax is the part of Rust's (and llguidance's) that is regular and common: literals, `.`, classes,
-groups, `|`, `* + ? {m,n}`, and ^ and $ around the whole. `\d`, `\w` and `\s` are those of ASCII.
+The syntax is the part of Rust's (and llguidance's) syntax that is regular and common: literals, `.`, classes,
+groups, `|`, `* + ? {m,n}`, and ^ and $ around the whole. `\d`, `\w` and `\s` are the ASCII classes.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ _BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class NotRegularError(Exception):
-    """Syntax that this parser does not know; its text says which."""
+    """Syntax that this parser does not know. Its text names the syntax."""
 
 
 def parse_regex(pattern: str) -> Tree:
-    """The tree of an expression. Raises NotRegularError."""
+    """Returns the tree of an expression. Raises NotRegularError."""
     if pattern.startswith("^"):
         pattern = pattern[1:]
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2:
@@ -42,7 +42,7 @@ def parse_regex(pattern: str) -> Tree:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters, without surrogates."""
+    """Returns all other characters, without surrogates."""
     found = []
     first = 0
     for low, high in sorted((*ranges, _SURROGATES)):
@@ -155,7 +155,7 @@ def _one(code: int) -> Ranges:
 
 
 def _range(low: Ranges, high: Ranges) -> Ranges:
-    """From one character to another."""
+    """Returns the range from one character to another."""
     codes = [code for pair in (*low, *high) for code in pair]
     if len(codes) != 4 or codes[0] != codes[1] or codes[2] != codes[3] or codes[0] > codes[2]:
         raise NotRegularError("a range in a class that is none")

@@ -10,13 +10,14 @@ _MOST_REFERENCES = 8  # one to another
 
 
 def path_names(path: str) -> list[str]:
-    """The names in the path of a reference (RFC 6901)."""
+    """Returns the names in the path of a reference (RFC 6901)."""
     return [unquote(name).replace("~1", "/").replace("~0", "~") for name in path.split("/")]
 
 
 def exclusive_as_any(node: Mapping[str, Any], root: Any) -> dict[str, Any]:
-    """The schema with `anyOf` in place of `oneOf`, if no value is valid for two of its branches: all are of
-    objects, and require one property with constants that no other branch has. root: has the definitions.
+    """Returns the schema with `anyOf` in place of `oneOf`, if no value is valid for two of its branches: all
+    are of objects, and require one property with constants that no other branch has. root: has the
+    definitions.
     """
     found = dict(node)
     branches = found.get("oneOf")
@@ -45,7 +46,7 @@ def _tells_apart(name: str, objects: list[Mapping[str, Any]]) -> bool:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """What a reference within the schema leads to; {}: it is not known."""
+    """Returns the schema to which a reference within the schema leads, or {} if it is not known."""
     for _ in range(_MOST_REFERENCES):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str) or not path.startswith("#/"):

@@ -1,9 +1,13 @@
-r"""`served_schema`: a JSON Schema rewritten so that what llguidance's grammar of it allows is valid.
+r"""`served_schema`: a JSON Schema rewritten so that every text that llguidance's grammar of it allows is
+valid.
 
-llguidance 1.9 reads decimals to 15 digits, computes with doubles, and takes `[…]` of a pattern for Rust's
-classes. A class that has all control characters allows the quote and the backslash even where it lacks them.
-Strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control characters other than \b \t \n \f \r
-stand in no answer, but llguidance leaves them out of texts instead of failing. Here classes lack them.
+llguidance 1.9 differs from the standard in these points:
+
+- It reads decimals to 15 digits, and computes with doubles.
+- It takes `[…]` of a pattern for Rust's classes. A class that has all control characters allows the quote and
+  the backslash even if it lacks them.
+- Strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control characters other than \b \t \n \f \r
+  are in no answer. But llguidance leaves them out of texts instead of failing. Here classes lack them.
 """
 
 import math
@@ -44,22 +48,22 @@ _PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]{0,64}\}|.)|[xu]\{[^}]{0,64}\}|x.
 
 
 def served_schema(schema: Any, strict: bool) -> Any:
-    """A schema all of whose answers are valid for the given one.
+    """Returns a schema all of whose answers are valid for the given one.
 
-    - Bounds of numbers are moved inward to numbers that llguidance keeps: of 15 digits, 64-bit integers.
+    - Bounds of numbers are moved inward to numbers that llguidance keeps: 15 digits, and 64-bit integers.
     - Objects that declare properties, and do not say whether there are others, have no others, so their keys
       do not repeat. A schema with oneOf, or with several schemas for one object, stays open.
     - Keywords that are null, and annotations, are left out: nothing in them is a schema.
-    - `oneOf` whose schemas exclude each other, by the constants of a property, becomes `anyOf`.
+    - If the schemas of a `oneOf` exclude each other, by the constants of a property, it becomes `anyOf`.
     - `propertyNames` that lists the names, or has a pattern for them, becomes a schema of each name.
 
     Args:
-        schema: of JSON types.
-        strict: `uniqueItems` and formats that are not enforced are an error; else they are left out.
+        schema: a schema of JSON types.
+        strict: True: `uniqueItems` and formats that are not enforced are an error. False: they are left out.
 
     Raises:
-        GrammarError: constants and bounds that llguidance would change; minProperties where repeated keys
-            might count; large multiples of one value; x-guidance.
+        GrammarError: the schema has constants and bounds that llguidance would change, minProperties if
+            repeated keys might count, large multiples of one value, or x-guidance.
     """
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise GrammarError("x-guidance in a JSON schema is not served: leave it out")
@@ -82,7 +86,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
 
 
 def _names_in_references(value: Any) -> Iterator[str]:
-    """The names in the paths of all references: a schema may stand under them."""
+    """Yields the names in the paths of all references: a schema may stand under them."""
     if isinstance(value, Mapping):
         if isinstance(path := value.get("$ref"), str):
             yield from path_names(path)
@@ -100,7 +104,7 @@ def _without_annotations(schema: Mapping[str, Any], kept: frozenset[str]) -> dic
 
 
 def _merges(node: Mapping[str, Any]) -> bool:
-    """Whether several schemas hold for one value of this one, or exactly one of several."""
+    """Returns True if several schemas hold for one value of this one, or exactly one of several."""
     applied = _APPLIED & {*node}
     all_of = node.get("allOf")
     if "oneOf" in node or len(applied) > 1 or isinstance(all_of, list) and len(all_of) > 1:
@@ -111,7 +115,7 @@ def _merges(node: Mapping[str, Any]) -> bool:
 def _changed(
     value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], is_map: bool = False
 ) -> Any:
-    """A schema in which objects that may be schemas are changed, each before those in it."""
+    """Returns a schema in which objects that may be schemas are changed, each before the objects in it."""
     if isinstance(value, list):
         return [_changed(one, change) for one in value]
     if not isinstance(value, Mapping):
@@ -123,7 +127,7 @@ def _changed(
 
 
 def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, Any]:
-    """A schema rewritten without the schemas in it."""
+    """Returns a schema rewritten without the schemas in it."""
     node = dict(schema)
     for constant in _constants([node.get("const"), node.get("enum")]):
         _check_exact(constant)
@@ -161,7 +165,7 @@ def _types(node: Mapping[str, Any], default: str) -> list[Any]:
 
 
 def _constants(value: Any) -> Iterator[Any]:
-    """The numbers and texts in a value."""
+    """Yields the numbers and texts in a value."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):
@@ -172,7 +176,7 @@ def _constants(value: Any) -> Iterator[Any]:
 
 
 def _check_exact(constant: str | int | float) -> None:
-    """Raises GrammarError where llguidance would write something else for a part of a const or an enum."""
+    """Raises GrammarError if llguidance would write something else for a part of a const or an enum."""
     if isinstance(constant, str):
         is_exact = not _HAS_UNWRITABLE.search(constant)
     elif isinstance(constant, int):
@@ -202,8 +206,8 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
 
 
 def _apply_names(node: dict[str, Any], strict: bool) -> None:
-    """Replaces `propertyNames` if it says nothing, or only which names there may be; else llguidance rejects
-    it.
+    """Replaces `propertyNames` if it says nothing, or only which names there may be, otherwise llguidance
+    rejects it.
     """
     names = node.get("propertyNames")
     names = {} if names is True else names
@@ -224,7 +228,7 @@ def _apply_names(node: dict[str, Any], strict: bool) -> None:
 
 
 def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> None:
-    """Writes the bounds of one side as llguidance keeps them. sign: 1: of a minimum; -1: of a maximum.
+    """Writes the bounds of one side as llguidance keeps them. sign: 1: of a minimum. -1: of a maximum.
 
     Values below an exclusive bound must not be rounded to it: they get at most 9 decimals.
     """
@@ -249,13 +253,15 @@ def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> No
 
 
 def _is_short(value: int | float) -> bool:
-    """Whether numbers of at most 9 decimals are never rounded to this one."""
+    """Returns True if numbers of at most 9 decimals are never rounded to this one."""
     number = Decimal(str(value))
     return abs(number) < 10**6 and number % Decimal(str(_SHORT)) == 0
 
 
 def _least(limit: int | float, above: bool, integer: bool) -> int | float:
-    """The least number from a limit on, or above it, that llguidance keeps: an integer, or of 15 digits."""
+    """Returns the least number from a limit on, or above it, that llguidance keeps: an integer, or of 15
+    digits.
+    """
     number = Decimal(str(limit))
     if integer:
         least: Any = math.floor(number) + 1 if above else math.ceil(number)
@@ -271,7 +277,7 @@ def _least(limit: int | float, above: bool, integer: bool) -> int | float:
 
 
 def _check_multiples(multiples: list[int | float]) -> None:
-    """Raises GrammarError where llguidance, which has 32 bits, may compute another common multiple."""
+    """Raises GrammarError if llguidance, which has 32 bits, may compute another common multiple."""
     numbers = [Decimal(str(one)) for one in multiples]
     places = max((-one.normalize().as_tuple().exponent for one in numbers), default=0)  # type: ignore[operator]
     whole = [int(one.scaleb(max(0, places))) for one in numbers]
@@ -282,7 +288,9 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
+    """Returns a pattern in Rust's syntax with the classes of ECMA-262, without characters that no string
+    has.
+    """
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0
@@ -304,7 +312,7 @@ def _pattern(pattern: str) -> str:
 
 
 def _members(parts: list[str]) -> str:
-    """The members of a class, in which only ranges have an operator."""
+    """Returns the members of a class, in which only ranges have an operator."""
     literal = [rf"\{part}" if part in "[]&~-^" else part for part in parts]
     found = []
     at = 0

@@ -19,7 +19,7 @@ _PART = 2**22  # entries of the arrays that are computed at a time
 def token_automaton(
     pattern: str, tokens: Sequence[bytes], special: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of a `Dfa` over tokens of these bytes. Raises NotRegularError."""
+    """Returns the arrays of a `Dfa` over tokens of these bytes. Raises NotRegularError."""
     next_SX, accepts_S = byte_automaton(parse_regex(pattern))
     if not accepts_S.any():
         raise NotRegularError("no text matches")
@@ -44,7 +44,7 @@ def token_automaton(
 
 
 def _by_length(tokens: Sequence[bytes], without: set[int], known: bytes) -> list[Any]:
-    """Ids and bytes, uint8 [N, L], of the tokens whose bytes are all known, by length."""
+    """Returns ids and bytes, uint8 [N, L], of the tokens whose bytes are all known, by length."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, token in enumerate(tokens):
         if token and i not in without and not token.translate(None, known):
@@ -56,7 +56,7 @@ def _by_length(tokens: Sequence[bytes], without: set[int], known: bytes) -> list
 
 
 def _walk(next_SX: np.ndarray, bytes_NL: np.ndarray) -> np.ndarray:
-    """int16 [N, S]: where the bytes of each token lead from each state."""
+    """Returns, int16 [N, S], the states to which the bytes of each token lead from each state."""
     dead = len(next_SX)
     table_SX = np.vstack([np.where(next_SX < 0, dead, next_SX), np.full((1, 256), dead)]).astype(np.int16)
     at_NS = np.broadcast_to(np.arange(dead, dtype=np.int16), (len(bytes_NL), dead))

@@ -39,8 +39,8 @@ class TokenMasks:
     count: int = 0  # tokens that it followed
 
     def after(self, ids: Sequence[int], draft_ids: Sequence[int] = ()) -> np.ndarray:
-        """uint32 [1 + n, words of V + 1 bits]: the tokens that may come after all `ids` of the answer, and
-        after each draft token up to the first that the grammar forbids. Bit V: the text may end.
+        """Returns uint32 [1 + n, words of V + 1 bits]: the tokens that may come after all `ids` of the
+        answer, and after each draft token up to the first that the grammar forbids. Bit V: the text may end.
 
         Raises:
             NoTokenLeftError: the grammar forbids one of `ids`, or exceeds llguidance's limits.
@@ -70,8 +70,8 @@ class TokenMasks:
 
 
 def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, walks: int = _WALKS) -> Any:
-    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks; 0: it was
-    tried before).
+    """Returns an `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks.
+    0: it was tried before).
 
     Raises:
         InputError: llguidance is not installed.
@@ -87,7 +87,7 @@ def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, wal
 
 
 def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Random) -> None:
-    """Follows a random text. Raises GrammarError where the grammar or one of its masks is too large."""
+    """Follows a random text. Raises GrammarError if the grammar or one of its masks is too large."""
     if not matcher.is_error():
         matcher = matcher.deep_copy()
     for _ in range(_WALK_TOKENS):
@@ -110,25 +110,29 @@ def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Ra
 
 
 def make_tokenizer(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
-    """llguidance's tokenizer of a vocabulary. Raises InputError where it is not installed."""
+    """Returns llguidance's tokenizer of a vocabulary. Raises InputError if it is not installed."""
     return _import_llguidance().LLTokenizer(_wrap(tokens, special), len(tokens) + 1)
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
-    """uint32 [ceil((V + 1) / 32)]: a bit for each token that may come next, and for the end at bit V."""
+    """Returns uint32 [ceil((V + 1) / 32)]: a bit for each token that may come next, and for the end at bit
+    V.
+    """
     bits = np.zeros(vocab_size // 32 + 1, np.uint32)
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     return bits
 
 
 def check_allowed(is_allowed: bool) -> None:
-    """Raises NoTokenLeftError where a grammar does not allow what was sampled."""
+    """Raises NoTokenLeftError if a grammar does not allow the token that was sampled."""
     if not is_allowed:
         raise NoTokenLeftError(_NOT_ALLOWED)
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without what it repeats, the place in it, and its own measures."""
+    """Returns llguidance's words, without the text that it repeats, the place in the text, and its own
+    measures.
+    """
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
@@ -139,7 +143,9 @@ def error_words(error: str) -> str:
 
 
 def _failed_part(kind: str, source: str, error: str) -> str:
-    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
+    """Names the grammar to which an error belongs, or the tool whose schema it concerns. The rule of a tool
+    has the tool's name in a comment.
+    """
     place = re.match(r"at (\d+)\(", error)
     if kind != "calls" or place is None:
         return f"the {kind} grammar"
@@ -158,8 +164,8 @@ def _import_llguidance() -> Any:
 
 
 def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
-    """The vocabulary as llguidance takes it. The end of a text is a token of its own after the others, so the
-    EOS ids of a request need no other vocabulary. Nothing is ever tokenized.
+    """Returns the vocabulary as llguidance takes it. The end of a text is an additional token after the
+    others, so the EOS ids of a request need no other vocabulary. Nothing is ever tokenized.
     """
     from llguidance import TokenizerWrapper
 
@@ -177,7 +183,7 @@ def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
 
 
 def lark_text(kind: str, source: str) -> str:
-    """A grammar in llguidance's Lark syntax, whatever its kind."""
+    """Returns a grammar in llguidance's Lark syntax, whatever its kind."""
     if kind == "lark":
         operators = re.findall("[&~]", _LARK_TEXT.sub(lambda found: "" if found[1] else found[0], source))
         if len(operators) > _MOST_INTERSECTIONS:

@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def clients(self) -> set[str]:
-        """Whose jobs it does or has."""
+        """Returns the clients whose jobs the slot does or has."""
         return {self.client, *(job.client for job in self.jobs)} - {None}
 
 
@@ -61,12 +61,12 @@ class _Client:
 
 
 def quick_seconds(compiles: bool, masks: int) -> float:
-    """The CPU time that a quick job takes at most."""
+    """Returns the CPU time that a quick job takes at most."""
     return _QUICK_SECONDS[CHECK] if compiles else masks * _QUICK_SECONDS[MASKS]
 
 
 class Turns:
-    """The slots, and what is known of clients and grammars. The caller holds the lock.
+    """The slots, and the facts that are known about clients and grammars. The caller holds the lock.
 
     A job has a client, a name, the key of its grammar, and `quick_seconds`.
     """
@@ -98,7 +98,7 @@ class Turns:
         slot.condition.notify()
 
     def take(self, slot: Slot) -> Any:
-        """The job that a slot does next."""
+        """Returns the job that a slot does next."""
         cost = lambda job: self._used(job.client) + self._client(job.client).expected[job.name]  # noqa: E731
         job = min(slot.jobs, key=cost)
         slot.jobs.remove(job)
@@ -106,7 +106,7 @@ class Turns:
         return job
 
     def end(self, slot: Slot, job: Any, seconds: float) -> None:
-        """What a job took, that was done or failed; 0: it did not begin."""
+        """Counts the time of a job that was done or failed. seconds: 0 if the job did not begin."""
         slot.client = None
         if not seconds:
             return
@@ -133,5 +133,5 @@ class Turns:
 
 
 def _kind(job: Any) -> tuple[str, str]:
-    """Jobs that take about as long: compiling a grammar, or its masks in a client's answers."""
+    """Returns jobs that take about as long: compiling a grammar, or its masks in a client's answers."""
     return job.key, job.client if job.name == MASKS else ""

@@ -1,4 +1,4 @@
-"""The bytes of each token, which is what a grammar knows of a vocabulary."""
+"""The bytes of each token, which are all that a grammar knows of a vocabulary."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from ..errors import InputError
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]]:
-    """The bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text, as a
-    model with a padded vocabulary has, have no bytes. InputError: no token has bytes of its own.
+    """Returns the bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text,
+    as in a model with a padded vocabulary, have no bytes. Raises InputError if no token has bytes.
     """
     backend = tokenizer.backend
     decode = _token_decoder(backend)
@@ -43,8 +43,8 @@ class TokenSearch:
         self._places = np.split(places, np.cumsum(counts)[:-1])  # of each byte
 
     def containing(self, text: str) -> np.ndarray:
-        """int32: the ids of the tokens that contain a text, ascending. A token with several places has its id
-        several times.
+        """Returns int32: the ids of the tokens that contain a text, ascending. A token with several places
+        has its id several times.
         """
         data = text.encode()
         rarest = min(range(len(data)), key=lambda i: len(self._places[data[i]]))
@@ -55,7 +55,7 @@ class TokenSearch:
 
 
 def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
-    """Keeps a value as the latest one, and of all those before it as many as may be."""
+    """Keeps a value as the latest one, and drops the oldest values if there are too many."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > most:
@@ -63,7 +63,9 @@ def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 def _token_decoder(backend: Any) -> Callable[[str], bytes]:
-    """What gives the bytes of a token that was not added: byte-level, or with ▁ and <0xNN>."""
+    """Returns the function that gives the bytes of a token that was not added: byte-level, or with ▁ and
+    <0xNN>.
+    """
     settings = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else dict(decoders=[])
     )

@@ -1,14 +1,18 @@
 """The processes of `pool`: the first one reads a vocabulary, and forks another for each slot. They import no
 jax, so they start in a moment and are small.
 
-The first process takes commands of two bytes on a socket, what to do and a slot, and answers with a byte:
-- "F", or for slow jobs "S", with a socket beside it: forks a process that does the jobs of this socket; 0.
-- "W": waits for the slot's process, which has ended; the signal that ended it.
-- "K": kills the slot's process; that signal.
+The first process takes commands of two bytes on a socket, the command and a slot, and answers with a byte:
+
+- "F", or "S" for slow jobs, comes with a socket. It forks a process that does the jobs of this socket. The
+  answer is 0.
+- "W" waits for the slot's process, which has ended. The answer is the signal that ended it.
+- "K" kills the slot's process. The answer is that signal.
 
 A job is (name, key, grammar, number, ids, draft ids, seconds of CPU time). "check" compiles a grammar and
-tries it; "masks" are of an answer, and of a grammar that was checked. The answer is its CPU time and a tuple:
-"dfa" and its arrays; "masks" and the bits; "missing"; or the name of an exception and its text.
+tries it. "masks" are masks of an answer, and of a grammar that was checked.
+
+The answer of a job is its CPU time and a tuple: "dfa" and its arrays, "masks" and the bits, "missing", or the
+name of an exception and its text.
 """
 
 import array
@@ -41,7 +45,9 @@ class Jobs:
     """Does the jobs of a slot. Its process may end at any job: all that it keeps can be made again."""
 
     def __init__(self, tokens: list[bytes], special: list[int], tokenizer: Any):
-        """tokenizer: from `make_tokenizer`; None: llguidance is not installed."""
+        """Makes the jobs of a process. tokenizer: the result of `make_tokenizer`. None: llguidance is not
+        installed.
+        """
         self._tokens = tokens
         self._special = special
         self._tokenizer = tokenizer
@@ -61,7 +67,9 @@ class Jobs:
     def masks(
         self, key: str, grammar: tuple[str, str] | None, number: int, ids: array.array, drafts: list[int]
     ) -> tuple[Any, ...]:
-        """`TokenMasks.after` of the answer with this number, followed anew if it is not known."""
+        """Returns `TokenMasks.after` of the answer with this number. If the answer is not known, it is
+        followed again from its beginning.
+        """
         masks = self._answers.get(number)
         if masks is None or masks.count > len(ids):
             if key not in self._compiled:
@@ -101,7 +109,7 @@ def _limit_memory() -> None:
 
 
 def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket, niceness: int) -> None:
-    """The process of a slot."""
+    """Runs as the process of a slot."""
     control.close()
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -113,7 +121,7 @@ def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket, niceness: int)
 
 
 def main(descriptor: int) -> None:
-    """The first process; it ends, with the others, when the socket is closed."""
+    """Runs the first process. It ends, with the others, when the socket is closed."""
     control = socket.socket(fileno=descriptor)
     tokens, special = Connection(os.dup(descriptor)).recv()
     try:

@@ -26,7 +26,7 @@ _LONGEST_PERIOD = 8  # layers
 
 
 class LayersCall(NamedTuple):
-    """What the layers of a group take next to hidden states and caches, as `run_layers`."""
+    """The arguments of `run_layers` for the layers of a group, in addition to hidden states and caches."""
 
     positions: Positions
     inputs: tuple[LayerInputs, ...]
@@ -35,9 +35,9 @@ class LayersCall(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
-    """The layers of each program, at most so many. A group is whole periods of the kinds of layers, if a
-    period has at most eight layers; it may be larger for one period, unless `most` is 1. All groups have the
-    same size if possible, so that few programs are compiled.
+    """Returns the layers of each program, at most `most`. A group is whole periods of the kinds of layers, if
+    a period has at most eight layers. It may be larger for one period, unless `most` is 1. All groups have
+    the same size if possible, so that few programs are compiled.
     """
     L = config.num_hidden_layers
     kinds = layer_kinds(config)
@@ -49,8 +49,8 @@ def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
 
 
 def _embed(params, config, extras, make_inputs, args, lengths, capacity):
-    """What the first layer takes of `make_inputs(lengths, *args)`, and the lengths of the cache after
-    them.
+    """Returns the inputs of the first layer, made from `make_inputs(lengths, *args)`, and the lengths of the
+    cache after these tokens.
     """
     inputs, lengths = make_inputs(lengths, *args)
     params = extras.adapted(params)
@@ -61,7 +61,9 @@ def _embed(params, config, extras, make_inputs, args, lengths, capacity):
 
 
 def _last(x_BTD, num_tokens_B, previous_B1D):
-    """[B, 1, D]: of each row's last token; the previous one where a row has none."""
+    """Returns, [B, 1, D], the hidden state of each row's last token, or the previous one if a row has
+    none.
+    """
     return jnp.where(
         (num_tokens_B > 0)[:, None, None], last_hidden(x_BTD, num_tokens_B)[:, None], previous_B1D
     )
@@ -72,9 +74,9 @@ def _head(params, config, x_BTD):
 
 
 def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
-    """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
-    ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
-    call: a `LayersCall`.
+    """Runs a group of layers. The last group also applies the head. In a separate program the head took 2 ms
+    more per token. All groups of a size share one program: `is_last` is traced. is_last: None: it is the
+    last. call: a `LayersCall`.
     """
     out = run_layers(layers, group, x_BTD, *call, caches, run_config)
     x_BTD, caches, experts = out
@@ -92,7 +94,7 @@ def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
 
 
 def _record_routes(pages, experts, positions):
-    """`RoutePages` with the experts [B T, U] that layers used."""
+    """Returns `RoutePages` with the experts [B T, U] that layers used."""
     return pages.record(routes_used(experts, positions), positions.start_B, positions.num_tokens_B)
 
 
@@ -101,14 +103,14 @@ def _most_likely(logits_B1V, run_config):
 
 
 def _sample(logits_B1V, state, run_config, taken):
-    """A token of each row, and the logits [B, V] that it was sampled from, where they are `taken`."""
+    """Returns a token of each row and, if they are `taken`, the logits [B, V] that it was sampled from."""
     rows = state.key_B, state.sampling_B, state.context
     token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], *rows, run_config)
     return token_B, sampled_from() if taken else None
 
 
 def _record(alternatives, logits_B1V, taken_BV, token_B, state):
-    """`record_token` of a state without alternatives; taken_BV: None: the logits."""
+    """Returns `record_token` of a state without alternatives. taken_BV: None: the logits."""
     state = dataclasses.replace(state, alternatives=alternatives)
     logits_BV = logits_B1V[:, 0]
     taken_BV = logits_BV if taken_BV is None else taken_BV
@@ -116,8 +118,8 @@ def _record(alternatives, logits_B1V, taken_BV, token_B, state):
 
 
 def _append(logits_B1V, token_B, state):
-    """The state with the token of each active row, and which rows continue. Greedy and sampled tokens share
-    this program, so a log-probability has the same bits beside any other rows.
+    """Returns the state with the token of each active row, and the rows that continue. Greedy and sampled
+    tokens share this program, so a log-probability has the same bits next to any other rows.
     """
     state = append_token(state, token_B, token_logprobs(logits_B1V[:, 0], token_B))
     return state, state.active_B

@@ -68,9 +68,9 @@ _MIN_CHUNK = 16  # tokens of one row, for both
 
 
 class LayerwiseExecutor:
-    """The `Executor` that calls programs of one or a few layers from the host: what is compiled does not grow
-    with the layers. Outputs of `prefill` are hidden states [B, 1, D] before the last norm, those of `forward`
-    logits [B, T, V].
+    """The `Executor` that calls programs of one or a few layers from the host: the number of compiled
+    programs does not grow with the layers. Outputs of `prefill` are hidden states [B, 1, D] before the last
+    norm. Outputs of `forward` are logits [B, T, V].
     """
 
     host_steps = True
@@ -84,8 +84,8 @@ class LayerwiseExecutor:
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
-        """Tokens of a row per forward pass. One width serves the whole prompt, so that few programs are
-        compiled, and padding is little.
+        """Returns tokens of a row per forward pass. One width serves the whole prompt, so that few programs
+        are compiled, and padding is little.
         """
         batch = next_power_of_two(rows)
         most = max(_MIN_CHUNK, _CHUNK // batch)
@@ -117,7 +117,7 @@ class LayerwiseExecutor:
         return ModelOutput(self.run(NORM, *without_model_layers(model), x_BTD), cache)
 
     def logits(self, model: RunnableModel, outputs: Any) -> jax.Array:
-        """float32 [B, 1, V]."""
+        """Returns float32 [B, 1, V]."""
         return self.run(HEAD, *without_model_layers(model), outputs)
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
@@ -183,8 +183,8 @@ class LayerwiseExecutor:
     def _run_model(
         self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache | None, prefills: bool
     ) -> tuple[Any, KVCache | None]:
-        """The logits [B, T, V], or the hidden states [B, T, D] after the last layer where it prefills; and
-        the cache with the inputs appended.
+        """Returns the logits [B, T, V] or, if it prefills, the hidden states [B, T, D] after the last layer.
+        Also returns the cache with the inputs appended.
         """
         params, config, extras = model
         outer = without_model_layers(model)
@@ -222,14 +222,14 @@ class LayerwiseExecutor:
 
 
 def _of_outer(extras: Extras) -> Extras:
-    """What the parts before the layers take: adapters."""
+    """Returns the extras that the parts before the layers take: adapters."""
     outer = {name: extras.adapters[name] for name in extras.adapters if name != "layers"}
     return Extras(adapters=outer, adapter_B=extras.adapter_B if outer else None)
 
 
 def _own_caches(group: LayerGroup) -> tuple[LayerGroup, list[int]]:
-    """The group with indices among the caches that it uses, so that equal groups share a program; and which
-    these caches are.
+    """Returns the group with indices among the caches that it uses, so that equal groups share a program, and
+    the indices of these caches.
     """
     used = sorted({cache for of_layer in group.caches for cache in of_layer})
     own = tuple(tuple(map(used.index, of_layer)) for of_layer in group.caches)
@@ -237,8 +237,8 @@ def _own_caches(group: LayerGroup) -> tuple[LayerGroup, list[int]]:
 
 
 def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
-    """`LayerwiseExecutor` for parameters on one CPU, where compiling takes most of the time to the first
-    answer; else None. The parameters may be shapes.
+    """Returns `LayerwiseExecutor` if the parameters are on one CPU, on which compiling takes most of the time
+    to the first answer. Otherwise it returns None. The parameters may be shapes.
     """
     leaf = params["final_norm"]
     if concrete_mesh_of(leaf) is not None:
@@ -251,18 +251,18 @@ def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
 
 
 def _goes_on(active_B: Any, watched_B: Any = None) -> bool:
-    """`goes_on` of an array on the device; True in a dry run."""
+    """Returns `goes_on` of an array on the device, or True in a dry run."""
     return isinstance(active_B, jax.ShapeDtypeStruct) or bool(goes_on(np.asarray(active_B), watched_B))
 
 
 def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
-    """The inputs of `EMBED` for these tokens."""
+    """Returns the inputs of `EMBED` for these tokens."""
     return Inputs(tokens_BT, num_tokens_B), lengths
 
 
 def _required_chunk(cache: KVCache | None) -> int | None:
-    """Least tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is
-    computed from a row's first chunk, a fixed size makes it independent of other rows.
+    """Returns the least tokens of a prefill chunk that the cache's dtype demands. None: any number. If
+    something is computed from a row's first chunk, a fixed size makes it independent of other rows.
     """
     found = None if cache is None else quantized_dtype(cache.dtype)
     return None if found is None else found.chunk

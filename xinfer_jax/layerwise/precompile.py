@@ -20,8 +20,8 @@ class CompilerStoppedError(Exception):
 
 
 class Precompiler:
-    """Compiles jitted functions in a pool of threads, and returns the shapes of what they would return.
-    Tracing and lowering run in the caller's thread, with its jax settings. Several threads may call it.
+    """Compiles jitted functions in a pool of threads, and returns the shapes of their results. Tracing and
+    lowering run in the caller's thread, with its jax settings. Several threads may call it.
     """
 
     def __init__(self) -> None:
@@ -36,20 +36,20 @@ class Precompiler:
         return self._begin(program, args)[1]
 
     def wait_for(self, program: Any, *args: Any) -> None:
-        """Waits until the program that these arguments need is compiled, or has failed to; begins with it if
-        nobody has.
+        """Waits until the program that these arguments need is compiled, or has failed to compile. Begins to
+        compile it if nobody has.
         """
         with contextlib.suppress(Exception):
             self._begin(program, args)[0].result()
 
     def is_compiled(self, program: Any, *args: Any) -> bool:
-        """Whether the program that these arguments need is compiled, and did not fail to."""
+        """Returns True if the program that these arguments need is compiled, and compiling did not fail."""
         seen = self._seen.get((program, call_signature(args)))
         return seen is not None and seen[0].done() and not _has_failed(seen[0])
 
     def compile_all(self, dry_run: Callable[[], Any]) -> None:
-        """Compiles what a dry run needs, and waits for it. Raises what made one of its programs fail, once
-        the others are compiled.
+        """Compiles the programs that a dry run needs, and waits for them. Raises the error of a program that
+        failed, once the others are compiled.
         """
         with self._dry_run_lock:
             self._used = []
@@ -96,11 +96,15 @@ class Precompiler:
         self._seen.clear()
 
     def stop(self, wait: bool) -> None:
-        """Cancels what has not begun. wait: for what runs, so that jax's cache gets it whole."""
+        """Cancels compilations that have not begun. wait: True: wait for the ones that run, so that jax's
+        cache gets them whole.
+        """
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def wait(self, programs: int | None = None) -> None:
-        """Waits until the first so many programs are compiled, or all. Raises what made one fail."""
+        """Waits until the first programs, this number of them, are compiled, or all. Raises the error of a
+        program that failed.
+        """
         try:
             for future in self._compiling[:programs]:
                 future.result()
@@ -110,7 +114,7 @@ class Precompiler:
 
 
 def _has_failed(future: Future[None]) -> bool:
-    """Whether it failed or was cancelled; waits for its end."""
+    """Returns True if compiling failed or was cancelled. Waits for its end."""
     try:
         return future.exception() is not None
     except CancelledError:
@@ -124,8 +128,8 @@ _precompiled: dict[Any, tuple[Precompiler, int]] = {}
 def precompile_once(
     params: Any, signature: Any, dry_run: Callable[[Precompiler], int]
 ) -> tuple[Precompiler, int]:
-    """`executor_choice.compile_ahead`. Nothing is compiled for committed parameters: output shardings are
-    known only by running.
+    """Runs `executor_choice.compile_ahead`. Nothing is compiled for committed parameters: output shardings
+    are known only by running.
     """
     signature = call_signature(signature)
     committed = (leaf.committed for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
@@ -153,15 +157,17 @@ def _compile(lowered: Any) -> None:
 
 
 def shape_struct(x: Any) -> Any:
-    """The shape and dtype of an array, and its sharding if it is committed. Other values stay as they are."""
+    """Returns the shape and dtype of an array, and its sharding if it is committed. Other values stay as they
+    are.
+    """
     if not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_committed_sharding(x))
 
 
 def call_signature(tree: Any) -> tuple:
-    """The structure of a pytree, and what `shape_struct` keeps of each leaf. Configs are compared by `==`, so
-    those that differ in EOS ids share their programs.
+    """Returns the structure of a pytree, and the result of `shape_struct` for each leaf. Configs are compared
+    by `==`, so configs that differ only in EOS ids share their programs.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_config)
     return structure, *(
@@ -170,10 +176,10 @@ def call_signature(tree: Any) -> tuple:
 
 
 def _committed_sharding(x: Any) -> Any:
-    """The sharding of a committed array, or of a shape; None if it is not committed."""
+    """Returns the sharding of a committed array, or of a shape, or None if it is not committed."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
 def with_sharding(tree: Any, sharding: Any) -> Any:
-    """The shapes of the arrays of a tree, with this sharding."""
+    """Returns the shapes of the arrays of a tree, with this sharding."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -23,14 +23,16 @@ _MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
 
 
 class Scoring(NamedTuple):
-    """How scores are computed from queries and keys."""
+    """The settings by which scores are computed from queries and keys."""
 
     scale: float  # a factor on them
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that queries see: those up to their own positions that are valid and of their segment."""
+    """The keys that queries see: keys up to their own positions that are valid and belong to their
+    segment.
+    """
 
     start_B: Any  # position of each row's first query; None: 0 for every row
     length_B: Any  # number of valid keys per row
@@ -54,20 +56,22 @@ def attention(
     ahead: int = 0,
     run_config: RunConfig = DEFAULT,
 ) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
+    """Computes scaled dot-product attention (Vaswani et al. 2017) with an online softmax (Milakov &
+    Gimelshein 2018).
 
     Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window
     p-window+1 … p, that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        kv: a layer cache with keys, values and their window; `uncached_kv` makes one of arrays.
-        visible: which keys the queries see. `first_BT` is in plain jnp only, without `start_B`.
+        kv: a layer cache with keys, values and their window. `uncached_kv` makes one of arrays.
+        visible: the keys that the queries see. `first_BT` is in plain jnp only, without `start_B`.
         scoring: static.
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
-        ahead: without `start_B`: keys after its own position that a query sees too; the window ends there.
-        run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks
-            that rows have, is that of the plain jnp over all blocks; cuDNN has its own.
+        ahead: without `start_B`: the number of keys after its own position that a query sees too. The window
+            ends there.
+        run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks that
+            rows have, is the gradient of the plain jnp over all blocks. cuDNN has its own gradient.
 
     Returns:
         [B, T, N, width of a value] in the dtype of q.
@@ -100,12 +104,12 @@ def attention(
 def blocked_attention(
     q_BTNH, kv: Contiguous, visible: VisibleKeys, sink_N, scoring: Scoring, static: bool, attend=None
 ):
-    """Attention in plain jnp.
+    """Computes attention in plain jnp.
 
     Args:
-        visible: with `start_B`.
+        visible: the visible keys, with `start_B`.
         static: loops have fixed bounds, which have a reverse-mode gradient.
-        attend: for a block of queries; None: `query_block`.
+        attend: the function for a block of queries. None: `query_block`.
     """
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
@@ -145,10 +149,10 @@ def query_block(
     row=None,
     decode_block=DECODE_BLOCK,
 ):
-    """Attention of one block of queries over all visible key blocks, [B, K, T, G, H].
+    """Computes attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
-        row: of the cache, that the queries are of; None: of all rows.
+        row: the row of the cache to which the queries belong. None: all rows.
         decode_block: keys per loop step for a single query.
     """
     start_B, length_B, first_BT = visible
@@ -178,8 +182,8 @@ def query_block(
 
 
 def _visible(block: Block, query_BT, window: int | None, first_BT=None):
-    """Bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the window and
-    its segment.
+    """Returns bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the
+    window and its segment.
     """
     key_B1S = block.position_BS[:, None]
     query_BT1 = query_BT[..., None]
@@ -190,7 +194,7 @@ def _visible(block: Block, query_BT, window: int | None, first_BT=None):
 
 
 def _add_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, scoring: Scoring) -> _Softmax:
-    """One step of the online softmax: earlier sums are rescaled to the new largest score."""
+    """Takes one step of the online softmax: earlier sums are rescaled to the new largest score."""
     scores = soft_cap(_product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * scoring.scale, scoring.soft_cap)
     scores = jnp.where(visible_BTS[:, None, :, None], scores, _MASKED)
     max_BKTG = jnp.maximum(softmax.max_BKTG, scores.max(-1))
@@ -204,7 +208,7 @@ def _add_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, scoring: S
 
 
 def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Array:
-    """The einsum in float32; float32 operands are not rounded first."""
+    """Returns the einsum in float32. float32 operands are not rounded first."""
     B, K, T, G, _ = x_BKTGX.shape
     product = partial(
         jnp.einsum,

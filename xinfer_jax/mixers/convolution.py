@@ -12,13 +12,13 @@ from jax import lax
 
 
 def by_group(x_BTD: jax.Array, width: int) -> jax.Array:
-    """[B, K, T, H]: channels in groups of this width."""
+    """Returns [B, K, T, H]: channels in groups of this width."""
     return jnp.swapaxes(x_BTD.reshape(*x_BTD.shape[:2], -1, width), 1, 2)
 
 
 def convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
-    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
-    first input of each token, as in `Positions`.
+    """Returns [B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1].
+    first_BT: the first input of each token, as in `Positions`.
     """
     _, K, S, H = x_BKSH.shape
     taps = weight.shape[1]
@@ -36,10 +36,10 @@ def convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.
 
 
 def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
-    """`count` slots of each row from slot first_B[b] on."""
+    """Returns `count` slots of each row from slot first_B[b] on."""
     return jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, count, 1))(x_BKSH, first_B)
 
 
 def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
-    """The array with zeros up to so many slots."""
+    """Returns the array with zeros up to this number of slots."""
     return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - x_BKSH.shape[2]), (0, 0)))

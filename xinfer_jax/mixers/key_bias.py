@@ -17,10 +17,10 @@ def split_key_bias(
     layer: Params, config: ModelConfig, spec: AttentionSpec, rope: int | None, capacity: int
 ) -> tuple[Params, Any]:
     """Returns the layer without k's bias, and a function that adds the RoPE-rotated bias when keys are read.
-    Where that is not possible: the layer unchanged, and None.
+    If that is not possible, it returns the layer unchanged, and None.
 
-    RoPE angles of cached keys must depend on their positions only. Those of `dynamic` RoPE change beyond its
-    original maximum, which no cache exceeds.
+    RoPE angles of cached keys must depend on their positions only. The angles of `dynamic` RoPE change beyond
+    its original maximum, which no cache exceeds.
     """
     is_split = spec.qkv_bias and not spec.qk_norm and not spec.shares_kv
     if rope is None or not is_split or config.ropes[rope].switches_at is not None:
@@ -55,7 +55,7 @@ class RotatedBias(NamedTuple):
 
 
 def rope_bias_fn(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> RotatedBias:
-    """The RoPE-rotated bias of keys at positions below the capacity."""
+    """Returns the RoPE-rotated bias of keys at positions below the capacity."""
 
     def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
         return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]

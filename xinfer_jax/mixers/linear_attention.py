@@ -1,10 +1,11 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, Yang et al. 2024), as in Qwen3-Next and Qwen3.5.
 
-Each head has a state S [H, Y] that maps keys to values: S ← exp(g) S, then S ← S + k (β (v − Sᵀk))ᵀ; the
-output is Sᵀq. One token is one such step. More tokens are processed in blocks of 64 by the WY form (Yang et
-al. 2024, "Parallelizing linear transformers with the delta rule"): the values that a block writes solve a
-triangular system, so a block is a few matrix products. Formulas as in transformers 5.23,
-`modeling_qwen3_next.py` and `modeling_qwen3_5.py`; all in float32.
+Each head has a state S [H, Y] that maps keys to values. A step is S ← exp(g) S, then S ← S + k (β (v −
+Sᵀk))ᵀ, and the output is Sᵀq. One token is one such step. More tokens are processed in blocks of 64 by the WY
+form (Yang et al. 2024, "Parallelizing linear transformers with the delta rule"): the values that a block
+writes solve a triangular system, so a block is a few matrix products.
+
+Formulas are as in transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`. All are in float32.
 
 Here N are value heads, K key heads (repeated to N), H is the width of a key, Y of a value, C tokens of a
 block, W tokens before the current one that the convolution reads.
@@ -33,7 +34,7 @@ BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_nor
 
 
 class _Tokens(NamedTuple):
-    """What the delta rule reads of T tokens, float32."""
+    """The inputs of the delta rule for T tokens, float32."""
 
     q_BNTH: jax.Array
     k_BNTH: jax.Array
@@ -53,13 +54,13 @@ def mix(
     config: ModelConfig,
     spec: Any,
 ) -> tuple[jax.Array, Recurrent | None]:
-    """What the output product reads, [B, T, I], and the state after the new tokens.
+    """Returns the input of the output product, [B, T, I], and the state after the new tokens.
 
     Args:
-        products: queries, keys, values, gates z, b and a.
+        products: queries, keys, values, and the gates z, b and a.
         layer: the parameters in `BETWEEN_PRODUCTS`.
-        cache: the state before these tokens; None: they are the first ones.
-        start_B, num_tokens_B, first_BT: of `Positions`.
+        cache: the state before these tokens. None: they are the first tokens.
+        start_B, num_tokens_B, first_BT: the fields of `Positions`.
         config, spec: the model, and the mixer's `GatedDeltaSpec`.
     """
     *qkv, z_BTI, b_BTN, a_BTN = products
@@ -79,7 +80,7 @@ def mix(
 
 
 def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, N, T, Y], and the state after T tokens."""
+    """Returns outputs [B, N, T, Y], and the state after T tokens."""
     T = tokens.k_BNTH.shape[2]
     if T == 1:
         return run("recurrent_step", recurrent_step, tokens=tokens, state_BNHY=state_BNHY)
@@ -97,15 +98,15 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _read(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sᵀk and Sᵀq, [B, N, Y]."""
+    """Returns Sᵀk and Sᵀq, [B, N, Y]."""
     return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
 
 
 def recurrent_step(
     tokens: _Tokens, state_BNHY: jax.Array, read: Callable = _read
 ) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule` of one token: both reads are of the old state, which is then written once. read: computes
-    Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
+    """Runs `delta_rule` of one token: both reads are of the old state, which is then written once. read:
+    computes Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
     """
     q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens[:5])
     shrink_BN1 = jnp.exp(decay_BN)[..., None]
@@ -118,9 +119,9 @@ def recurrent_step(
 
 
 def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Array, Any], jax.Array]:
-    """The state after a block and the begin of its segment, and the outputs [B, N, C, Y]. With D the decay
-    between two tokens and Γ that from the block's begin, the values that it writes, U, solve
-    (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
+    """Returns the state after a block and the begin of its segment, and the outputs [B, N, C, Y]. D is the
+    decay between two tokens, and Γ is the decay from the block's begin. The values U that the block writes
+    solve (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
     """
     state_BNHY, first_B1 = carry
     q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
@@ -153,10 +154,11 @@ def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
-    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks.
+    """Returns the inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger
+    blocks.
 
     In blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. The
-    solver that XLA calls on CPUs has threads of its own, which wait for each other beside other work.
+    solver that XLA calls on CPUs has additional threads, which wait for each other next to other work.
     """
     C = x.shape[-1]
     size = _INVERSE_BLOCK
@@ -182,7 +184,9 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
 def _before(
     layer: Params, config: ModelConfig, cache: Recurrent, start_B: jax.Array
 ) -> tuple[Inputs, jax.Array]:
-    """Inputs and state before the tokens at start_B, with the accepted ones of the draft slots applied."""
+    """Returns inputs and state before the tokens at start_B, with the accepted ones of the draft slots
+    applied.
+    """
     if cache.steps is None or cache.base_B is None:
         return cache.before(start_B)
     P = cache.draft_slots
@@ -195,7 +199,7 @@ def _before(
 
 
 def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
-    """Inputs and state before the first token: zeros."""
+    """Returns inputs and state before the first token: zeros."""
     B = new[0].shape[0]
     (_, W, _), _, _, (_, H, Y) = state_shapes(spec)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
@@ -204,7 +208,9 @@ def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
 
 
 def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """float32 [B, N, T, 2]: the logarithm of the decay, and beta; 0 of padding, which changes no state."""
+    """Returns, float32 [B, N, T, 2], the logarithm of the decay, and beta. They are 0 at padding, which
+    changes no state.
+    """
     rate_N = jnp.exp(layer["A_log"].astype(jnp.float32))
     decay_BTN = -rate_N * jax.nn.softplus(a_BTN.astype(jnp.float32) + layer["dt_bias"].astype(jnp.float32))
     steps_BTN2 = jnp.stack([decay_BTN, jax.nn.sigmoid(b_BTN.astype(jnp.float32))], -1)
@@ -215,8 +221,8 @@ def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.
 def _tokens(
     layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array, first_BT=None
 ) -> _Tokens:
-    """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
-    length 1.
+    """Returns the inputs of the delta rule: the inputs after the convolution and the model's activation, with
+    queries and keys of length 1.
     """
     convolved = (convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
     q, k, v = map(activation(config), convolved)
@@ -231,7 +237,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _gated_norm(out_BNTY: jax.Array, z_BTI: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
-    """[B, T, I]: the RMS norm of each head, times silu(z)."""
+    """Returns [B, T, I]: the RMS norm of each head, times silu(z)."""
     out_BTNY = jnp.swapaxes(out_BNTY, 1, 2).astype(z_BTI.dtype)
     normed = rms_norm(out_BTNY, layer["gated_norm"], config.rms_norm_eps).reshape(z_BTI.shape)
     gate = jax.nn.silu(z_BTI.astype(jnp.float32))

@@ -15,7 +15,7 @@ from ..weights.params import Params
 
 
 class Positions(NamedTuple):
-    """The positions of the tokens of a call: what is computed once for all layers."""
+    """The positions of the tokens of a call: the values that are computed once for all layers."""
 
     angles: Angles
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
@@ -48,7 +48,7 @@ class Mixer:
     has_keys: ClassVar[bool] = False  # its cache has keys and values of each token, which may be in pages
 
     def param_specs(self) -> Params:
-        """The specs of its parameters by name, without those of norms around it."""
+        """Returns the specs of its parameters by name, without the norms around it."""
         raise NotImplementedError
 
     def forward(
@@ -61,34 +61,36 @@ class Mixer:
         before: Norm | None = None,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The output, [B, T, D], and the cache with the new tokens.
+        """Returns the output, [B, T, D], and the cache with the new tokens.
 
         Args:
-            params: of the layer.
+            params: the parameters of the layer.
             x_BTD: hidden states.
             positions: `Positions` of the call.
-            cache: a `LayerCache` of the tokens before; None: these tokens are the first ones.
-            run_config: how the program is made.
+            cache: a `LayerCache` of the tokens before. None: these tokens are the first ones.
+            run_config: the settings of the program.
             before: a norm of the hidden states, which comes first.
             residual: is added to the output, [B, T, D].
         """
         raise NotImplementedError
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> LayerCache:
-        """The cache of rows without tokens. Arguments as of `empty_layers`."""
+        """Returns the cache of rows without tokens. It takes the arguments of `empty_layers`."""
         raise NotImplementedError
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
-        """Bytes of one row in `empty_cache`."""
+        """Returns the bytes of one row in `empty_cache`."""
         raise NotImplementedError
 
     def empty_pool(self, pages: int, dtype: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-        """The arrays (k, v) of a pool of pages, if it has keys. Arguments as of `empty_pools`."""
+        """Returns the arrays (k, v) of a pool of pages, if it has keys. It takes the arguments of
+        `empty_pools`.
+        """
         raise NotImplementedError
 
     @property
     def window(self) -> int | None:
-        """The sliding window of its keys; None: it has none."""
+        """The sliding window of its keys. None: it has none."""
         return None
 
     @property
@@ -98,7 +100,7 @@ class Mixer:
 
     @property
     def divided(self) -> tuple[Divided, ...]:
-        """What devices have to divide, beside the sizes of its parameters."""
+        """The sizes that devices have to divide, in addition to the sizes of the mixer's parameters."""
         return ()
 
     @property
@@ -107,12 +109,12 @@ class Mixer:
         return {}
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
-        """The operands of the kernels of a call, as their selectors take them, by the kernel's name.
+        """Returns the operands of the kernels of a call, as their selectors take them, by the kernel's name.
 
         Args:
-            params: of the layer.
-            rows: of the call.
-            dtype: of the activations.
+            params: the parameters of the layer.
+            rows: the number of rows of the call.
+            dtype: the dtype of the activations.
             cache: the shapes of the cache that it uses.
         """
         return {}

@@ -40,7 +40,7 @@ class Recurrent(StateCache):
     def empty(
         shapes: tuple[tuple[int, ...], ...], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "Recurrent":
-        """The state of rows without tokens: zeros. shapes: of `state_shapes`."""
+        """Returns the state of rows without tokens: zeros. shapes: the result of `state_shapes`."""
         arrays = [jnp.zeros((batch, *shape), np.float32) for shape in shapes]
         *inputs, state = shard_heads(arrays, mesh)
         return Recurrent(tuple(inputs), state, capacity)
@@ -58,19 +58,21 @@ class Recurrent(StateCache):
         return q, k, v, self.state.shape[1:]
 
     def before(self, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
-        """Inputs and state before the tokens at start_B: zeros where a row begins. Without draft slots."""
+        """Returns the inputs and the state before the tokens at start_B. They are zeros at the beginning of a
+        row. It is for caches without draft slots.
+        """
         begins_B111 = (start_B == 0)[:, None, None, None]
         return jax.tree.map(lambda x: jnp.where(begins_B111, 0, x), (self.inputs, self.state))
 
     def after(
         self, inputs: Inputs, state: jax.Array, steps: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
     ) -> Self:
-        """The cache after a call from position start_B on; rows without tokens stay as they are.
+        """Returns the cache after a call from position start_B on. Rows without tokens stay as they are.
 
         Args:
-            inputs: W inputs before the call, and the T of its tokens.
-            state: after its tokens; where `holds_drafts`, before them.
-            steps: of its tokens, [B, N, T, 2]: 0 of padding.
+            inputs: W inputs before the call, and the T inputs of its tokens.
+            state: the state after its tokens or, if `holds_drafts`, before them.
+            steps: the steps of its tokens, [B, N, T, 2], 0 at padding.
         """
         T = steps.shape[2]
         P = self.draft_slots
@@ -102,7 +104,7 @@ class Recurrent(StateCache):
 
 
 def state_shapes(spec: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row's arrays, as `Recurrent.fits`; spec: a `GatedDeltaSpec`."""
+    """Returns the shapes of one row's arrays, as `Recurrent.fits`. spec: a `GatedDeltaSpec`."""
     W = spec.conv_kernel_dim - 1
     key = (spec.num_key_heads, W, spec.key_head_dim)
     N = spec.num_value_heads

@@ -7,15 +7,15 @@ import jax
 from ..cache.contiguous import Contiguous
 from ..config.run_config import RunConfig
 from ..ops.operation import run
-from ..weights.layers import Norm, apply_rope, rms_norm
+from ..weights.layers import Norm, apply_rope
 
 QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
 HeadNorms = tuple[Norm, Norm]  # of each head of queries and keys
 
 
 def rotate(qkv: QKV, norms: HeadNorms | None, angles: Any) -> QKV:
-    """Queries and keys after their norms and RoPE, and the values. norms: of the heads; None: there are none.
-    angles: cos and sin; None: no RoPE.
+    """Returns queries and keys after their norms and RoPE, and the values. norms: the norms of the heads.
+    None: there are none. angles: cos and sin. None: no RoPE.
     """
     q_BTNH, k_BTKH, v_BTKH = norm_heads(qkv, norms)
     if angles is None:
@@ -32,8 +32,8 @@ def rotate_and_append(
     num_tokens_B: jax.Array,
     run_config: RunConfig,
 ) -> tuple[jax.Array, Contiguous]:
-    """The queries after norm and RoPE, and the cache with the new keys and values. Arguments as in `rotate`
-    and `Contiguous.append`.
+    """Returns the queries after norm and RoPE, and the cache with the new keys and values. It takes the
+    arguments of `rotate` and `Contiguous.append`.
     """
     operands: dict[str, Any] = dict(qkv=qkv, norms=norms, angles=angles, kv=kv)
     operands |= dict(start_B=start_B, num_tokens_B=num_tokens_B)
@@ -41,15 +41,15 @@ def rotate_and_append(
 
 
 def norm_heads(qkv: QKV, norms: HeadNorms | None) -> QKV:
-    """Queries and keys after the norms of their heads."""
+    """Returns queries and keys after the norms of their heads."""
     if norms is None:
         return qkv
     pairs = zip(qkv[:2], norms, strict=True)
-    q_BTNH, k_BTKH = (rms_norm(x, norm.weight, norm.eps, norm.offset) for x, norm in pairs)
+    q_BTNH, k_BTKH = (norm(x) for x, norm in pairs)
     return q_BTNH, k_BTKH, qkv[2]
 
 
 def plain_append(qkv, norms, angles, kv: Contiguous, start_B, num_tokens_B):
-    """`rotate_and_append` in plain jnp."""
+    """Runs `rotate_and_append` in plain jnp."""
     q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
     return q_BTNH, kv.append(k_BTKH, v_BTKH, start_B, num_tokens_B)

@@ -18,20 +18,22 @@ Scaled = tuple[Any, float]
 
 
 def linear_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """All wavelengths are stretched by `factor`."""
+    """Stretches all wavelengths by `factor`."""
     return inverse_P / np.float32(rope.factor), 1.0
 
 
 def proportional_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Gemma 4: the frequencies of the whole head, of its part only."""
+    """Returns the frequencies of Gemma 4: the frequencies of the whole head, divided by `factor`, and 0
+    beyond the part that rotates.
+    """
     part = int(rope.partial_rotary_factor * len(inverse_P))
     pair_P = np.arange(len(inverse_P))
     return np.where(pair_P < part, inverse_P / np.float32(rope.factor), np.float32(0)), 1.0
 
 
 def dynamic_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """theta * stretch ** (H / (H - 2)) in rows beyond the original length. The stretch outside the power is
-    more exact.
+    """Returns theta * stretch ** (H / (H - 2)) in rows beyond the original length. The stretch outside the
+    power is more exact.
     """
     width = 2 * len(inverse_P)
     stretch_B = rope.factor * jnp.maximum(length_B, original) / original - (rope.factor - 1)
@@ -40,7 +42,9 @@ def dynamic_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_
 
 
 def longrope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Ding et al. 2024: a divisor of each frequency, another one in rows beyond the original length."""
+    """Divides each frequency by a number, with another divisor in rows beyond the original length (Ding et
+    al. 2024).
+    """
     powers = rope_powers(rope, 2 * len(inverse_P))
     short, long = (np.array(factor, np.float32) for factor in (rope.short_factor, rope.long_factor))
     inverse: Any = np.float32(1.0) / (short * powers)
@@ -56,7 +60,9 @@ def longrope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: j
 
 
 def llama3_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Returns the frequencies of Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept,
+    and the ones between are interpolated.
+    """
     # Full rotations within the original context.
     rotations = rope.original_max_position_embeddings * inverse_P / np.float32(2 * math.pi)
     low = rope.low_freq_factor
@@ -65,7 +71,9 @@ def llama3_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B
 
 
 def yarn_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: jax.Array) -> Scaled:
-    """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
+    """Returns the frequencies of YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and
+    interpolation by `factor`.
+    """
     width = 2 * len(inverse_P)
 
     def pair_with(rotations: float) -> float:

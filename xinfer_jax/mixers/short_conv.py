@@ -40,7 +40,7 @@ class ShortConvSpec(MixerSpec):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShortConvCache(StateCache):
-    """The last W inputs of each row. P draft slots hold those of tokens that may not be accepted."""
+    """The last W inputs of each row. P draft slots hold the inputs of tokens that may not be accepted."""
 
     layer_kind = "short convolutions"
 
@@ -54,7 +54,7 @@ class ShortConvCache(StateCache):
     def empty(
         shape: tuple[int, int, int], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "ShortConvCache":
-        """The inputs of rows without tokens: zeros. shape: of a row, [K, W, H]."""
+        """Returns the inputs of rows without tokens: zeros. shape: the shape of a row, [K, W, H]."""
         inputs = shard_heads(jnp.zeros((batch, *shape), np.float32), mesh)
         return ShortConvCache(inputs, shape[1], capacity)
 
@@ -69,7 +69,9 @@ class ShortConvCache(StateCache):
         return ((K, self.reach, H),)
 
     def before(self, start_B: jax.Array) -> jax.Array:
-        """The last inputs before the tokens at start_B, [B, K, W, H]: zeros where a row begins."""
+        """Returns the last inputs before the tokens at start_B, [B, K, W, H]. They are zeros at the beginning
+        of a row.
+        """
         inputs = self.inputs
         if self.base_B is not None:
             accepted_B = jnp.clip(start_B - self.base_B, 0, self.draft_slots)
@@ -77,11 +79,11 @@ class ShortConvCache(StateCache):
         return jnp.where((start_B == 0)[:, None, None, None], 0, inputs)
 
     def after(self, inputs: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
-        """The cache after a call from position start_B on; rows without tokens stay as they are.
+        """Returns the cache after a call from position start_B on. Rows without tokens stay as they are.
 
         Args:
-            inputs: the W before the call, and those of its T tokens, [B, K, W + T, H].
-            start_B, num_tokens_B: of the call.
+            inputs: the W inputs before the call, and the inputs of its T tokens, [B, K, W + T, H].
+            start_B, num_tokens_B: the start and the number of tokens of each row.
         """
         base_B = start_B
         if not self.holds_drafts(inputs.shape[2] - self.reach):

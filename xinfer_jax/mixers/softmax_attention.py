@@ -66,8 +66,11 @@ class SoftmaxAttention(Mixer):
     def forward(
         self, params, x_BTD, positions, cache, run_config, before=None, residual=None
     ) -> tuple[jax.Array, Any]:
-        """Without a cache: the keys and values, in a model in which other layers use them. A layer that uses
-        those of another gets that layer's cache, and returns it unchanged.
+        """Runs attention. Returns the output and the cache.
+
+        Without a cache, it returns the keys and values in place of the cache if other layers of the model use
+        them. A layer that uses the keys and values of another layer gets that layer's cache, and returns it
+        unchanged.
         """
         spec = self.spec
         start_B: Any = positions.start_B  # not None if there is a cache
@@ -112,19 +115,19 @@ class SoftmaxAttention(Mixer):
 
     @property
     def rope_index(self) -> int | None:
-        """The index in `ModelConfig.ropes` of its rotary embedding; None: it has none."""
+        """The index in `ModelConfig.ropes` of its rotary embedding. None: it has none."""
         spec = self.spec
         return self.config.ropes.index(spec.rope or self.config.rope) if spec.uses_rope else None
 
     def angles(self, positions: Positions) -> Any:
-        """Cosine and sine of the rotary angles; None: it has no rotary embedding."""
+        """Returns cosine and sine of the rotary angles. None: it has no rotary embedding."""
         return None if self.rope_index is None else positions.angles[self.rope_index]
 
     def project(
         self, params: Params, x_BTD: jax.Array, before: Norm | None, run_config: RunConfig
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
-        """Returns queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and
-        the gate of the output, [B, T, N H], if it has one.
+        """Returns queries, keys and values by head, [B, T, N or K, H], after norms of all heads together.
+        Also returns the gate of the output, [B, T, N H], if it has one.
         """
         spec = self.spec
         wanted = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
@@ -140,13 +143,13 @@ class SoftmaxAttention(Mixer):
         return (q_BTNH, k_BTKH, v_BTKH), ys[3] if spec.output_gate else None
 
     def _only_queries(self, params, x_BTD, angles, before, run_config) -> jax.Array:
-        """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
+        """Returns queries by head, [B, T, N, H], of a layer without keys, after their norm and RoPE."""
         (q_BTI,) = products(x_BTD, [params["q"]], before=before, run_config=run_config)
         q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, self.head_dim)
         return rotate(*self.rotation(params, (q_BTNH,) * 3, angles))[0]
 
     def rotation(self, params: Params, qkv: QKV, angles: Any) -> tuple[QKV, HeadNorms | None, Any]:
-        """Queries, keys and values, the norms of heads and the angles, as `rotate` takes them."""
+        """Returns queries, keys and values, the norms of heads and the angles, as `rotate` takes them."""
         norms = None
         if self.spec.qk_norm in ("head", "rotated_head"):
             q_norm = norm_before(params, "q_norm", self.config)
@@ -158,7 +161,7 @@ class SoftmaxAttention(Mixer):
         return qkv, norms, angles
 
     def scoring(self, params: Params) -> dict[str, Any]:
-        """What `attention` takes of a layer next to queries and keys."""
+        """Returns the arguments of a layer that `attention` takes in addition to queries and keys."""
         spec = self.spec
         scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or self.head_dim) ** -0.5
         sink_N = params["sinks"] if spec.sinks else None
@@ -207,7 +210,7 @@ class SoftmaxAttention(Mixer):
 
 
 def scale_queries(q_BTNH: jax.Array, position_BT: jax.Array, query_scaling: Any) -> jax.Array:
-    """Queries with `AttentionSpec.query_scaling`."""
+    """Returns queries with `AttentionSpec.query_scaling`."""
     if not query_scaling:
         return q_BTNH
     beta, length = query_scaling

@@ -2,7 +2,7 @@
 
 It is the state after a row's last token, so a row can go back only to 0 tokens. With P draft slots a row can
 also go back to any length since the last call began. A call of at most P tokens then leaves the state as it
-was and stores the tokens beside it, and the next call first applies those that were accepted.
+was and stores the tokens next to it. The next call first applies the tokens that were accepted.
 """
 
 from typing import Any, ClassVar, Self
@@ -34,11 +34,15 @@ class StateCache(LayerCache):
         return length_B >= (reached_B if self.base_B is None else jnp.minimum(self.base_B, reached_B))
 
     def holds_drafts(self, tokens: int) -> bool:
-        """Whether a call of so many tokens is stored in the draft slots. A single one never is."""
+        """Returns True if a call with this number of tokens is stored in the draft slots. A call with a
+        single token never is.
+        """
         return 1 < tokens <= self.draft_slots
 
     def has_draft_slots(self, count: int) -> bool:
-        """Whether it has so many draft slots. Raises InputError if it has some, but fewer."""
+        """Returns True if the cache has this number of draft slots. Raises InputError if it has some, but
+        fewer.
+        """
         if self.draft_slots and self.draft_slots < count:
             raise InputError(
                 f"this cache has {self.draft_slots} draft slots, {count} are needed: prefill again"
@@ -53,7 +57,7 @@ class StateCache(LayerCache):
             )
 
     def updated(self, new: Self, num_tokens_B: jax.Array) -> Self:
-        """The new cache, in which rows without tokens are as they were."""
+        """Returns the new cache, in which rows without tokens are as they were."""
         has_tokens_B = num_tokens_B > 0
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

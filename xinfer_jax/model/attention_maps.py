@@ -1,4 +1,6 @@
-"""`attention_weights`: how much each token attends to each token before it, to look into a model."""
+"""`attention_weights`: the weights with which each token attends to each token before it, to look into a
+model.
+"""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Functions of callers, as edits of taps and logits processors: checks of them, and of what they return."""
+"""Checks of functions of callers (edits of taps, logits processors), and of their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,9 @@ from ..errors import InputError, format_value
 
 
 def check_function(name: str, value: Any) -> None:
-    """Raises InputError unless it is None or a function that a program can be known by: with a hash."""
+    """Raises InputError unless it is None or a function that a program can be known by, because it has a
+    hash.
+    """
     try:
         is_right = value is None or (callable(value) and hash(value) is not None)
     except TypeError:
@@ -21,13 +23,13 @@ def check_function(name: str, value: Any) -> None:
 
 
 def function_name(function: Callable) -> str:
-    """Its name, or that of the function that a `functools.partial` calls."""
+    """Returns the name of a function, or of the function that a `functools.partial` calls."""
     return getattr(getattr(function, "func", function), "__qualname__", None) or format_value(function)
 
 
 def call_function(what: str, function: Callable, *args: Any) -> Any:
-    """function(*args) within a trace. Raises InputError, which names it, where it takes a traced value for a
-    number.
+    """Calls function(*args) within a trace. Raises InputError, which names the function, if it takes a traced
+    value for a number.
     """
     try:
         return function(*args)
@@ -37,8 +39,8 @@ def call_function(what: str, function: Callable, *args: Any) -> Any:
 
 
 def check_result(what: str, function: Callable, got: Any, like: Any, where: str = "") -> None:
-    """Raises InputError where a caller's function has not returned arrays like these. where: of the
-    call.
+    """Raises InputError if a caller's function has not returned arrays like these. where: the place of the
+    call, for the message.
     """
 
     def shapes(tree: Any) -> str:

@@ -202,7 +202,7 @@ def apply_model(
     extras: Extras,
     run_config: RunConfig,
 ) -> "ModelOutput[Any]":
-    """`run_model` of these inputs and extras."""
+    """Runs `run_model` of these inputs and extras."""
     check_params(params, config, stacked=cache is None)
     check_tokens(config, *inputs[:3], cache)
     check_impl(run_config.impl)
@@ -241,8 +241,8 @@ def embed_inputs(
     cache: KVCache | None,
     run_config: RunConfig,
 ) -> tuple[jax.Array, Positions, tuple[LayerInputs, ...]]:
-    """The input of the first layer, [B, T, D]; the positions; and what each layer takes of the tokens. Of
-    the cache only the lengths matter, and whether it records routes.
+    """Returns the input of the first layer, [B, T, D], the positions, and the inputs of each layer. The cache
+    is used only for the lengths, and to find out if it records routes.
     """
     tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
     B, T = tokens_BT.shape
@@ -277,7 +277,7 @@ def embed_inputs(
 
 
 def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> tuple[jax.Array, ...]:
-    """[B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
+    """Returns [B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
     P = config.hidden_size_per_layer_input
     shape = *tokens_BT.shape, config.num_hidden_layers, P
     of_token_BTLP = embed_ids(params, config, tokens_BT, "layer_embed", math.sqrt(P)).reshape(shape)
@@ -288,14 +288,14 @@ def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> 
 
 
 def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """The final norm of the output of the last layer, [..., D], as `head_logits` takes it."""
+    """Returns the final norm of the output of the last layer, [..., D], as `head_logits` takes it."""
     return norm(x, params, "final_norm", config)
 
 
 def embed_ids(
     params: Params, config: ModelConfig, token: jax.Array, name: str = "embed", scale: float | None = None
 ) -> jax.Array:
-    """Embeddings [..., D] of ids [...], by the matrix of that name."""
+    """Returns embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
     return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
@@ -319,13 +319,13 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 
 
 def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """`unembed`, of arguments that need no check."""
+    """Runs `unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
     return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
 def checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
-    """The hidden states [..., D]. Raises InputError where they are none."""
+    """Returns the hidden states [..., D]. Raises InputError if they are none."""
     if not isinstance(hidden, AnyArray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
@@ -339,20 +339,20 @@ def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
+    """Returns hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
     return hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
 
 
 def lm_head(params: Params) -> Params:
-    """The parameters of the output projection; a tied model reuses its embedding matrix."""
+    """Returns the parameters of the output projection. A tied model reuses its embedding matrix."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
 def check_tokens(
     config: ModelConfig, tokens_BT: Any, num_tokens_B=None, inputs_BTD=None, cache=None, least: int = 1
 ) -> None:
-    """Raises InputError unless types and shapes agree, with at least `least` tokens a row; outside a trace
-    also where a value is out of range.
+    """Raises InputError unless types and shapes agree, with at least `least` tokens a row. Outside a trace it
+    also raises if a value is out of range.
     """
     if not isinstance(tokens_BT, jax.Array | np.ndarray):
         raise InputError(f"tokens must be an array of ids, as np.array makes of a list, got {tokens_BT!r}")

@@ -20,14 +20,14 @@ from .extras import Extras
 
 
 class LayerInputs(NamedTuple):
-    """What a layer takes of the tokens next to their hidden states."""
+    """The inputs that a layer takes of the tokens, in addition to their hidden states."""
 
     input_BTP: jax.Array | None = None  # of the layer itself (Gemma 4)
     route_BTU: jax.Array | None = None  # int32: experts of tokens, -1: those that the router chooses
 
 
 class LayersOutput(NamedTuple):
-    """What one or several layers return."""
+    """The output of one or several layers."""
 
     hidden_BTD: jax.Array
     caches: tuple[Any, ...]  # with the new tokens; without a cache: None, or keys that other layers use
@@ -35,25 +35,25 @@ class LayersOutput(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Which layers of a model run; static. Layers of one kind share a trace, or a program."""
+    """The layers of a model that run. It is static. Layers of one kind share a trace, or a program."""
 
     config: ModelConfig
     kinds: tuple[int, ...]  # of each layer: the first one with its spec
     caches: tuple[tuple[int, ...], ...]  # of each layer: the caches that its mixers use, as indices
 
     def part(self, layers: slice) -> "LayerGroup":
-        """Some of the layers."""
+        """Returns some of the layers."""
         return self._replace(kinds=self.kinds[layers], caches=self.caches[layers])
 
 
 @functools.lru_cache(maxsize=64)
 def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
-    """The kind of each layer: the first one with its spec."""
+    """Returns the kind of each layer: the first one with its spec."""
     return tuple(map(config.layers.index, config.layers))
 
 
 def all_layers(config: ModelConfig) -> LayerGroup:
-    """The layers of a model."""
+    """Returns the layers of a model."""
     return LayerGroup(config, layer_kinds(config), config.caches_of_layers)
 
 
@@ -67,7 +67,7 @@ def run_layer(
     caches: tuple[Any, ...],
     run_config: RunConfig,
 ) -> LayersOutput:
-    """Runs one layer, or the half of it that `run_config` names. caches: of its mixers."""
+    """Runs one layer, or the half of it that `run_config` names. caches: the caches of its mixers."""
     plain = functools.partial(_run_layer, config=config, kind=kind, run_config=run_config)
     operands = dict(layer=layer, x_BTD=x_BTD, positions=positions, inputs=inputs, caches=caches)
     form = chosen_form("decoder_layer", Call(plain, operands, dict(config=config), run_config))
@@ -105,7 +105,9 @@ def _run_layer(layer, x_BTD, positions, inputs, caches, config, kind, run_config
 
 
 def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, spec: LayerSpec) -> jax.Array:
-    """x and the output of mixers or feed-forward, after its norm and factor; with neither that is the sum."""
+    """Adds the output of mixers or feed-forward to x, after its norm and factor. If it has neither, the
+    output already is the sum.
+    """
     factor = config.residual_multiplier
     if spec.post_norm:
         out_BTD = norm(out_BTD, layer, name, config)
@@ -117,7 +119,7 @@ def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, s
 def _of_layer_input(
     x_BTD: Any, input_BTP: jax.Array, layer: Params, config: ModelConfig, run_config: RunConfig
 ) -> jax.Array:
-    """What the layer's own input adds to the hidden states, gated by them."""
+    """Returns the values that the layer's own input adds to the hidden states, which gate them."""
     gate_BTP = activation(config)(linear(x_BTD, layer["input_gate"], run_config=run_config))
     added_BTD = linear(gate_BTP * input_BTP, layer["input_proj"], run_config=run_config)
     return norm(added_BTD, layer, "input_norm", config)
@@ -128,7 +130,7 @@ _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "run_confi
 
 
 def layer_runner(run_config: RunConfig) -> Callable[..., LayersOutput]:
-    """`run_layer`, of which the backward pass stores what `RunConfig.remat` says."""
+    """Returns `run_layer`, for which the backward pass stores the values that `RunConfig.remat` names."""
     remat = run_config.remat
     if remat is None:
         return _JITTED_LAYER
@@ -151,11 +153,11 @@ def run_layers(
     """Runs several layers in order.
 
     Args:
-        layers, inputs: of each layer.
-        group: which layers these are.
-        x_BTD, positions, run_config: as in `run_layer`.
-        extras: of these layers.
-        caches: that `LayerGroup.caches` names.
+        layers, inputs: the parameters and inputs of each layer.
+        group: the group of these layers.
+        x_BTD, positions, run_config: see `run_layer`.
+        extras: the extras of these layers.
+        caches: the caches that `LayerGroup.caches` names.
     """
     updated = list(caches)
     experts = []

@@ -1,4 +1,4 @@
-"""`Extras`: what rows bring along next to their tokens."""
+"""`Extras`: the arrays that rows bring along in addition to their tokens."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ from ..weights.params import Params
 
 
 class Extras(NamedTuple):
-    """What rows bring along next to their tokens: a pytree, an explicit argument of all that runs a model.
+    """The arrays that rows bring along in addition to their tokens: a pytree, an explicit argument of every
+    function that runs a model.
 
     A part that is absent leaves no trace in the program.
     """
@@ -22,7 +23,9 @@ class Extras(NamedTuple):
     taps: Any = None  # `taps.Taps`: by layer, what is done with the residual stream after it
 
     def adapted(self, params: Params) -> Params:
-        """The parameters with the rows' adapters. The tree may be a part of the model's, with its layers."""
+        """Returns the parameters with the rows' adapters. The tree may be a part of the model's, with its
+        layers.
+        """
         if not self.adapters:
             return params
         from ..weights.adapted_weight import with_row_adapters  # optional: adapters
@@ -30,12 +33,12 @@ class Extras(NamedTuple):
         return with_row_adapters(params, self.adapters, self.adapter_B)
 
     def of_layers(self, layers: slice) -> "Extras":
-        """What these layers take: their adapters and vectors."""
+        """Returns the extras of these layers: their adapters and vectors."""
         adapters = {"layers": self.adapters["layers"][layers]} if "layers" in self.adapters else {}
         return self._replace(adapters=adapters, vectors=self.vectors[layers])
 
     def steered(self, x_BTD: jax.Array, layer: int) -> jax.Array:
-        """The hidden states after a layer, with the rows' vectors."""
+        """Returns the hidden states after a layer, with the rows' vectors."""
         if not self.vectors:
             return x_BTD
         factor_BN: Any = self.factor_BN

@@ -1,4 +1,4 @@
-"""Several texts in one row: where each token's text begins, and its position in it."""
+"""Several texts in one row: the beginning of each token's text, and the token's position in it."""
 
 from typing import Any
 
@@ -14,16 +14,17 @@ from ..errors import InputError
 
 
 def packed_positions(config: ModelConfig, inputs: Any, cache: Any) -> tuple[jax.Array | None, jax.Array]:
-    """Returns int32 [B, T]: the index at which each token's segment begins, None without segments; and the
+    """Returns, int32 [B, T], the index at which each token's segment begins (None without segments), and the
     positions for RoPE.
 
     Args:
         config: the model.
         inputs: `decoder.Inputs` with segments, positions or both.
-        cache: that of the call, which must be None.
+        cache: the cache of the call, which must be None.
 
     Raises:
-        InputError: another shape or type; or the call, or the model, takes neither.
+        InputError: the shape or type is another, or the call or the model takes neither segments nor
+            positions.
     """
     shape = inputs.tokens_BT.shape
     for name in ("segment_ids_BT", "positions_BT"):

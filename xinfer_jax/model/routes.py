@@ -1,4 +1,4 @@
-"""Routes of mixtures of experts: which experts each token uses in each layer, given or recorded."""
+"""Routes of mixtures of experts: the experts that each token uses in each layer, given or recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from ..mixers.mixer import Positions
 
 
 def routes_shape(config: ModelConfig) -> tuple[int, int]:
-    """[L, U] of a token's routes. Raises InputError where the model has no mixture."""
+    """Returns [L, U] of a token's routes. Raises InputError if the model has no mixture."""
     mixtures = sum(layer.experts is not None for layer in config.layers)
     if not mixtures:
         raise InputError(
@@ -24,14 +24,14 @@ def routes_shape(config: ModelConfig) -> tuple[int, int]:
 
 
 def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
-    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises InputError
-    where the model has no mixture.
+    """Returns routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises
+    InputError if the model has no mixture.
     """
     return jnp.full((*tokens_shape, *routes_shape(config)), -1, jnp.int32)
 
 
 def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """`LayerInputs.route_BTU` of the host, for which nothing is compiled."""
+    """Returns `LayerInputs.route_BTU` of the host, for which nothing is compiled."""
     free_BTU = np.full((*tokens_shape, config.num_experts_per_tok), -1, np.int32)
     return tuple(free_BTU if layer.experts else None for layer in config.layers)
 
@@ -39,10 +39,11 @@ def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) ->
 def routes_of_layers(
     config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
 ) -> tuple[jax.Array | None, ...]:
-    """`LayerInputs.route_BTU` of each layer, from routes of all layers; None: `free_routes`.
+    """Returns `LayerInputs.route_BTU` of each layer, from routes of all layers. given: None: `free_routes`.
 
     Raises:
-        InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
+        InputError: the shape or type is another, or the model has no mixtures. Outside a trace also if there
+            is no such expert.
     """
     free = free_routes(config, tokens_shape)
     given = free if given is None else given
@@ -53,7 +54,7 @@ def routes_of_layers(
 
 
 def routes_used(experts: Sequence[jax.Array | None], positions: Positions) -> jax.Array:
-    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used; -1 at padding."""
+    """Returns routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used. -1 at padding."""
     B, T = positions.position_BT.shape
     of_mixtures = [x.reshape(B, T, -1) for x in experts if x is not None]
     is_real_BT = jnp.arange(T) < positions.num_tokens_B[:, None]

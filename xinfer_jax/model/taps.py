@@ -65,7 +65,7 @@ class Tap:
 
 
 def add_vector(hidden_BTD: jax.Array, args: Any) -> jax.Array:
-    """`Tap.steer`, in the precision in which an engine adds its vectors."""
+    """Returns `Tap.steer`, in the precision in which an engine adds its vectors."""
     vector_D, factor = args
     if (D := hidden_BTD.shape[-1]) != len(vector_D):
         raise InputError(f"the vector of Tap.steer has {len(vector_D)} numbers, and the model's states {D}")
@@ -81,7 +81,7 @@ class TappedLayers:
     """`run_layers` with taps. `reads` has the hidden states of the taps that read, by their keys."""
 
     def __init__(self, taps: Any, config: ModelConfig):
-        """Raises InputError where taps are no `Tap`s by layers of the model."""
+        """Raises InputError if taps are no `Tap`s by layers of the model."""
         if not isinstance(taps, Mapping) or not all(isinstance(tap, Tap) for tap in taps.values()):
             what = "taps must be xj.Tap by layer, as {3: xj.Tap(read=True)}"
             raise InputError(f"{what}, got {format_value(taps)}")
@@ -138,7 +138,7 @@ class TappedLayers:
 
 
 def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
-    """The layer, and "layer" or "attention", after which a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", after which a key's tap stands."""
     layer, after = key if isinstance(key, tuple) and len(key) == 2 else (key, "layer")
     least = -1 if after == "layer" else 0
     most = config.num_hidden_layers - 1
@@ -149,8 +149,8 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
 
 
 def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads: `function` does
-    not return what it reads.
+    """Returns the taps by pairs in a dict. Raises InputError if they are no `Tap`s, or one reads: `function`
+    does not return the values that it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):
@@ -159,7 +159,7 @@ def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tupl
 
 
 def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """`check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
+    """Runs `check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
     checked = check_none_reads(taps, config, function)
     try:
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)

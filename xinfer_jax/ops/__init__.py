@@ -1,11 +1,15 @@
 """Plain `jnp` forms of operations, and the one rule that chooses another form.
 
-`operation` is all that the core knows: `run(name, plain, run_config, **operands)` runs the form that is
-plugged in, else `plain`. `largest` and `product` are operations of the core. Other packages have their own
-plain forms next to the code that calls them. `forms` chooses the form, for every operation by one rule;
-`plugins.TABLE` lists the forms, which stand in `backends/`.
+Reading order:
 
-An entry gets a `Call` and returns the form for it, or None.
+- `operation` is all that the core knows: `run(name, plain, run_config, **operands)` runs the form that is
+  plugged in, otherwise `plain`.
+- `largest` and `product` are operations of the core. Other packages have their own plain forms next to the
+  code that calls them.
+- `forms` chooses the form, for every operation by one rule. `plugins.TABLE` lists the forms, which are in
+  `backends/`. An entry of the table gets a `Call` and returns the form for it, or None.
+
+Decisions:
 
 - A form is chosen when a program is traced, from shapes, dtypes, `impl` and the devices of the process, never
   from the default device. `lax.platform_dependent` then decides whether a program for another device runs it.

@@ -24,16 +24,20 @@ class Kernel(NamedTuple):
 
 
 def always(form: Callable) -> Callable:
-    """Returns what gives this form for every call: an entry of `plugins.TABLE`."""
+    """Returns an entry of `plugins.TABLE` that gives this form for every call."""
     return lambda call: form
 
 
 def choose(name: str, call: Call) -> Callable | None:
-    """Returns the form of an operation for a call; None: `plain` serves.
+    """Returns the form of an operation for a call. None: `plain` serves.
 
-    Operands with symbolic dimensions, as of `jax.export`, have none. Others, in this order: a form for any
-    platform; one by kernels; the kernel that `impl` names, in programs for all devices; in programs for each
-    platform its kernel, or the platform's own form, or `plain`.
+    Operands with symbolic dimensions, as in `jax.export`, have no form. For other operands the first of these
+    is taken:
+
+    1. a form for any platform,
+    2. a form by kernels,
+    3. the kernel that `impl` names, in programs for all devices,
+    4. in programs for each platform, its kernel, or the platform's own form, or `plain`.
     """
     if any(array_module(*np.shape(x)) is not np for x in jax.tree.leaves(call.operands)):
         return None
@@ -86,7 +90,7 @@ def with_plain_derivative(call: Call, chosen: str, kernel: Callable) -> Callable
 
 
 def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
-    """`kernels_pallas.select`, which raises InputError."""
+    """Runs `kernels_pallas.select`, which raises InputError."""
     try:
         return kernels_pallas.select(kernel, impl, *args, obstacle=obstacle)
     except ValueError as error:
@@ -94,6 +98,6 @@ def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None
 
 
 def check_available(impl: str | None) -> None:
-    """Raises InputError where this process cannot run kernels of that name."""
+    """Raises InputError if this process cannot run kernels of that name."""
     if reason := kernels_pallas.unavailable_reason(impl):
         raise InputError(reason)

@@ -11,12 +11,14 @@ from .operation import run
 
 
 def argmax(logits_BV: jax.Array, run_config: RunConfig = DEFAULT) -> jax.Array:
-    """The index of each row's largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any."""
+    """Returns the index of each row's largest logit, int32 [B]. It is the lowest index of equal logits, or
+    the index of the first NaN if there is any.
+    """
     return run("argmax", plain_argmax, run_config, logits_BV=logits_BV)
 
 
 def plain_argmax(logits_BV: jax.Array) -> jax.Array:
-    """`argmax` in plain jnp."""
+    """Runs `argmax` in plain jnp."""
     return jnp.argmax(logits_BV, -1).astype(jnp.int32)
 
 

@@ -43,12 +43,12 @@ def run(
     operands.
 
     Args:
-        name: of the operation.
-        plain, operands, static, run_config: as in `Call`.
-        derivative: what is differentiated in place of a form and of plain; None: these.
+        name: the name of the operation.
+        plain, operands, static, run_config: see `Call`.
+        derivative: the function that is differentiated in place of a form and of plain. None: these are.
 
     Raises:
-        InputError: the named kernel does not support these operands; an operation may run plainly instead.
+        InputError: the named kernel does not support these operands. An operation may run plainly instead.
     """
     form = chosen_form(name, Call(plain, operands, static or {}, run_config))
     if derivative is None or form is None and derivative is plain:
@@ -57,7 +57,7 @@ def run(
 
 
 def chosen_form(name: str, call: Call) -> Callable | None:
-    """Returns the form of the operation of that name for a call; None: its plain form serves."""
+    """Returns the form of the operation of that name for a call. None: its plain form serves."""
     choose = plugin("operation", "choose")
     return choose and choose(name, call)
 
@@ -84,7 +84,9 @@ def by_position(function: Callable, names: Iterable[str]) -> Callable:
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
-    """The tree of arrays that `what` has made: reverse mode raises InputError there, forward mode passes."""
+    """Returns the tree of arrays that `what` has made. For it reverse mode raises InputError, and forward
+    mode passes.
+    """
 
     def mark(x: Any) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -106,15 +108,15 @@ mlir.register_lowering(_FORWARD_ONLY, lambda _, x, **__: [x])
 
 
 def check_impl(impl: str | None) -> None:
-    """Raises InputError where this process cannot run kernels of that name."""
+    """Raises InputError if this process cannot run kernels of that name."""
     check = plugin("operation", "check")
     if check is not None:
         check(impl)
 
 
 def over_any_mesh(function: F) -> F:
-    """The function of parameters, config, an array with rows in front, and others, which also takes arrays
-    over a mesh with Explicit axes. It runs in jax's default modes.
+    """Returns the function of parameters, config, an array with rows in front, and others, which also takes
+    arrays over a mesh with Explicit axes. It runs in jax's default modes.
     """
 
     @functools.wraps(function)
@@ -127,8 +129,8 @@ def over_any_mesh(function: F) -> F:
 
 
 def without_mesh_context(function: F) -> F:
-    """The function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit axes, and
-    in jax's default modes.
+    """Returns the function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit
+    axes, and in jax's default modes.
     """
 
     @functools.wraps(function)
@@ -141,8 +143,8 @@ def without_mesh_context(function: F) -> F:
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
-    Constants are not marked by themselves.
+    """Returns the tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input
+    varies. Constants are not marked by themselves.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
 

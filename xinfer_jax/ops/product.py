@@ -19,15 +19,15 @@ def float_product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
 
 
 def dot(x: jax.Array, matrix: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Contracts the last axis of x with an axis of the matrix; accumulates in dtype."""
+    """Contracts the last axis of x with an axis of the matrix. Accumulates in dtype."""
     precision = float_precision(matrix.dtype)
     axes = ((x.ndim - 1,), (axis,)), ((), ())
     return lax.dot_general(x, matrix, axes, precision=precision, preferred_element_type=dtype)
 
 
 def float_precision(dtype: Any = jnp.float32) -> lax.Precision | None:
-    """The precision of a product by the dtype of an operand. No backend rounds float32 to TF32 or bfloat16,
-    unless the caller chose another precision by `jax.default_matmul_precision`.
+    """Returns the precision of a product by the dtype of an operand. No backend rounds float32 to TF32 or
+    bfloat16, unless the caller chose another precision by `jax.default_matmul_precision`.
     """
     settings: Any = jax.config
     is_chosen = settings.jax_default_matmul_precision is not None

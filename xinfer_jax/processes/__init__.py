@@ -1,11 +1,23 @@
 """Processes that work together: one connection, one way to encode messages, one proof of the secret, and one
-launcher. It knows no engine, no flag and no HTTP: `engine`, `cli` and `serve` give messages their meaning.
+launcher.
 
-In the order to read: `secret` (its file, and signatures made with it), `codec` (messages as JSON), `channel`
-(a connection of two processes), `coordinator` (compares the settings of processes, and ends all of them
-together) and `launcher` (the parent of one of them, which starts it). These load neither jax nor numpy. With
-jax: `control_channel` (from process 0 of a run to the others), `array_transfer` (arrays to another process),
-`tensor_stream` (named tensors to another process).
+The package knows no engine, no flag and no HTTP: `engine`, `cli` and `serve` give messages their meaning.
+
+Reading order, modules that load neither jax nor numpy:
+
+- `secret` has the file of the secret, and signatures made with it.
+- `codec` encodes messages as JSON.
+- `channel` is a connection of two processes.
+- `coordinator` compares the settings of processes, and ends all of them together.
+- `launcher` is the parent of one of them, which starts it.
+
+Modules that load jax:
+
+- `control_channel` sends from process 0 of a run to the others.
+- `array_transfer` sends arrays to another process.
+- `tensor_stream` sends named tensors to another process.
+
+Decisions:
 
 - Both ends of a connection prove that they know the secret of the run before they send a message. Messages
   are signed and numbered, so nobody can add, change, repeat or remove one. Nothing is encrypted.

@@ -25,7 +25,9 @@ class ArrayTransfer:
     """
 
     def __init__(self, host: str, log: Callable[[str], None] = _LOGGER.info):
-        """host: the address of this machine that the server binds to, at a free port; log: writes a line."""
+        """Starts the server, if there is one. host: the address of this machine that the server binds to, at
+        a free port. log: writes a line.
+        """
         self._lock = threading.Lock()
         self._offered: dict[int, tuple[float, Any]] = {}  # by uuid: when it expires, the arrays
         self._connections: dict[str, Any] = {}
@@ -41,8 +43,8 @@ class ArrayTransfer:
 
     def offer(self, tree: Any, send: Callable[[int, np.ndarray], None]) -> list[Any]:
         """Makes arrays of this process ready for one pull by another, until `withdraw` or until they expire.
-        Returns what that process gives to `pull`. send: sends the bytes of the array of this number, if
-        there is no server.
+        Returns the offer that the other process gives to `pull`. send: a function that sends the bytes of the
+        array of this number, if there is no server.
         """
         leaves = [_without_key(x) for x in jax.tree.leaves(tree) if x.size]  # an empty one never arrives
         if self._server is None:
@@ -67,10 +69,11 @@ class ArrayTransfer:
         """Returns the arrays of an offer of another process, once they are here.
 
         Args:
-            offer: from `offer`.
-            like: arrays of the same structure, shapes and types, where these have to be.
+            offer: the result of `offer`.
+            like: arrays of the same structure, shapes and types, on the devices on which the result has to
+                be.
             sent: the bytes that the other process sent, by the number of their array.
-            lost: whether the other process is gone.
+            lost: returns True if the other process is gone.
 
         Raises:
             ConnectionError: they have not come before they expired, or the other process is gone.

@@ -45,13 +45,13 @@ Receive = Callable[[Message], object]
 
 
 class Channel:
-    """One end of a connection. It calls `receive`, on a thread of its own, with each message that comes, and
-    at the end with the message `GONE`.
+    """One end of a connection. On a separate thread it calls `receive` with each message that comes, and at
+    the end with the message `GONE`.
     """
 
     def __init__(self, connection: socket.socket, receive: Receive, secret: bytes, listens: bool):
-        """Both ends prove to each other that they know the secret, or InputError. listens: this end
-        accepted the connection. If this fails, the connection is closed.
+        """Makes a channel. Both ends prove to each other that they know the secret. If this fails, the
+        connection is closed, and InputError is raised. listens: True: this end accepted the connection.
         """
         self._connection = connection
         self._file = connection.makefile("rb")
@@ -181,7 +181,9 @@ class Listener:
     """
 
     def __init__(self, server: socket.socket, receive: Receive, secret: bytes):
-        """Accepts from now on. server: from `listen`. receive: of the channels. secret: of the run."""
+        """Accepts connections from now on. server: the result of `listen`. receive: the function that the
+        channels call. secret: the secret of the run.
+        """
         self.rejected = 0  # connections that did not know the secret
         self._server = server
         self._on_message = receive
@@ -230,10 +232,10 @@ def parse_host_port(what: str, text: str, least_port: int = 0, more: str = "") -
     """Returns the host and the port of HOST:PORT. Raises InputError for another text.
 
     Args:
-        what: names the text in errors, such as "--peers".
-        text: HOST:PORT; a host with colons has brackets.
+        what: the name of the text in errors, such as "--peers".
+        text: HOST:PORT. A host with colons has brackets.
         least_port: 0 lets the system choose a port.
-        more: what else the text may be, for an error.
+        more: another form that the text may have, for an error.
     """
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
@@ -243,7 +245,7 @@ def parse_host_port(what: str, text: str, least_port: int = 0, more: str = "") -
 
 def listen(host: str, port: int, what: str = "--coordinator") -> socket.socket:
     """Returns a server socket at an address, and at no other address. Raises InputError, also if other
-    machines cannot reach it. what: names the address in errors.
+    machines cannot reach it. what: the name of the address in errors.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

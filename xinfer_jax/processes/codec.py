@@ -1,8 +1,8 @@
 """Messages between processes as JSON. Every class that is sent has a function that makes its values, so a
 received message cannot choose other code to run.
 
-None, bools, numbers, texts and lists are as in JSON. A dict is {"map": [[key, value], …]}, and another value
-is {class: data}.
+None, bools, numbers, texts and lists have their form of JSON. A dict is {"map": [[key, value], …]}, and
+another value is {class: data}.
 """
 
 import json
@@ -18,7 +18,7 @@ _decoders: dict[str, Callable[[Any], Any]] = {"map": dict}
 
 
 def register_class(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Lets values of a class be sent. encode: makes data of a value; decode: makes the value of data."""
+    """Lets values of a class be sent. encode: makes data of a value. decode: makes the value of data."""
     _encoders[cls] = encode
     _decoders[cls.__name__] = decode
 
@@ -29,7 +29,7 @@ def encode_message(value: Any) -> bytes:
 
 
 def decode_message(data: bytes) -> Any:
-    """Returns the value that `encode_message` encoded; tuples and sets become lists. Raises InputError for
+    """Returns the value that `encode_message` encoded. Tuples and sets become lists. Raises InputError for
     other data.
     """
     try:

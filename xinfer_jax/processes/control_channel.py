@@ -24,7 +24,9 @@ class ControlChannel:
     """
 
     def __init__(self, run: Any, name: str, secret: bytes):
-        """run: `jax._src.distributed.global_state`; name: no other channel of the run has it."""
+        """Makes the channel of a process. run: `jax._src.distributed.global_state`. name: no other channel of
+        the run has it.
+        """
         self._events = SimpleQueue[Message]()
         host, _, port = run.coordinator_address.rpartition(":")
         host = host.strip("[]")
@@ -85,7 +87,9 @@ class ControlChannel:
         return value
 
     def agree(self, problem: str) -> str:
-        """Returns what is wrong in one of the processes; "": nothing. All call it, each with its problem."""
+        """Returns the problem of one of the processes. "": there is none. All call it, each with its
+        problem.
+        """
         if not self._leads:
             self.send("problem", problem)
         for _ in self._channels if self._leads else ():

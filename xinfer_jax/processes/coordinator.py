@@ -36,7 +36,9 @@ class Coordinator:
     """Receives messages from all parents, compares their settings, and sends all the start and the end."""
 
     def __init__(self, member: GroupMember, seconds: int, secret: bytes):
-        """member: process 0. seconds: for all processes to connect. secret: of the run."""
+        """Makes the coordinator. member: process 0. seconds: the time for all processes to connect. secret:
+        the secret of the run.
+        """
         self._member = member
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
@@ -100,7 +102,7 @@ class Coordinator:
         self._hosts[number] = host
 
     def _compare(self, number: int, settings: dict[str, str], problem: str) -> None:
-        """Once all processes have sent the same settings: starts them. problem: why this one cannot begin."""
+        """Starts all processes once they have sent the same settings. problem: why this one cannot begin."""
         if problem:
             self._fail(0, f"{self._name(number)} cannot begin: {problem}", 2)
             return
@@ -117,7 +119,7 @@ class Coordinator:
                 channel.send("start", port, own)
 
     def _child_ended(self, number: int, code: int, why: str, blames: int | None) -> None:
-        """Ends all if process 0's child ended in order; otherwise records the failure."""
+        """Ends all if process 0's child ended in order. Otherwise it records the failure."""
         if number == 0 and (code in (0, 1, 2) or code > 128):
             raise GroupEnd(code)
         if blames is not None:
@@ -137,8 +139,8 @@ class Coordinator:
 
 
 def find_difference(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a message about the first setting that differs between processes; "": none does. settings: by
-    the name of each process.
+    """Returns a message about the first setting that differs between processes. "": none does. settings: the
+    settings by the name of each process.
     """
     first, *others = settings
     for other in others:

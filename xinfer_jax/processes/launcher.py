@@ -37,12 +37,12 @@ _child: dict[str, Any] = {}  # settings from the parent; empty: this process is 
 
 
 def distributed_args() -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` for this process; empty: it runs alone."""
+    """Returns the arguments of `jax.distributed.initialize` for this process. empty: it runs alone."""
     return _child.get("jax_args", {})
 
 
 def become_child() -> bool:
-    """Returns whether a parent started this process. Then its log has its standard streams, and it ends with
+    """Returns True if a parent started this process. Then its log has its standard streams, and it ends with
     its parent.
     """
     if _CHILD not in os.environ:
@@ -72,13 +72,13 @@ class Supervisor:
     """The parent of one child: connects to the coordinator, starts the child, reports its end."""
 
     def __init__(self, member: GroupMember, seconds: int, log_dir: str | None, secret_file: str | None):
-        """Makes the parent of process `member`; process 0's is also the coordinator.
+        """Makes the parent of process `member`. The parent of process 0 is also the coordinator.
 
         Args:
             member: this process.
-            seconds: for all processes to connect.
-            log_dir: for the child's log. None: a new one, which stays if a process fails.
-            secret_file: of the run. None: `load_secret` finds it.
+            seconds: the time for all processes to connect.
+            log_dir: the directory for the child's log. None: a new one, which stays if a process fails.
+            secret_file: the file with the secret of the run. None: `load_secret` finds it.
         """
         self._member = member
         self._secret_file = secret_file
@@ -141,7 +141,7 @@ class Supervisor:
                 self._process.send_signal(args[0])
 
     def _start(self, port: int, bind: str) -> None:
-        """Starts the same command as a child, in a session of its own: a terminal's Ctrl-C reaches only this
+        """Starts the same command as a child, in another session: a terminal's Ctrl-C reaches only this
         parent. jax's service listens at this port of process 0's address, and at no other address.
         """
         member = self._member
@@ -187,7 +187,7 @@ class Supervisor:
         self._channel.send("ended", code, why, blames)
 
     def _finish(self, end: GroupEnd) -> tuple[int, str]:
-        """Ends the child; the exit code, and a line to print."""
+        """Ends the child. Returns the exit code, and a line to print."""
         if self._process is None:
             return end.code, end.line
         self._process.kill()  # even where it ended in order: its work is done

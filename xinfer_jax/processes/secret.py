@@ -27,7 +27,7 @@ def sign(secret: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Returns whether a host is this machine's own address, which no other machine can reach."""
+    """Returns True if a host is this machine's own address, which no other machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -41,7 +41,7 @@ def load_secret(path: str | None, host: str) -> bytes:
 
     Raises:
         InputError: the file cannot be read, it belongs to another user, others may read it, or its size is
-            wrong; or no file is given and the processes are on several machines.
+            wrong. Or no file is given and the processes are on several machines.
     """
     if path := path or os.environ.get(SECRET_VARIABLE):
         return _read_secret(Path(path))
@@ -59,8 +59,8 @@ def load_secret(path: str | None, host: str) -> bytes:
 
 
 def folder_secret(folder: Path, remedy: str) -> bytes:
-    """Returns the secret of a folder of the user's own, with mode 0700; both are created if they are missing.
-    Raises InputError, whose end is the remedy.
+    """Returns the secret of a folder that belongs to the user, with mode 0700. Both are created if they are
+    missing. Raises InputError, whose end is the remedy.
     """
     file = folder / "secret"
     try:

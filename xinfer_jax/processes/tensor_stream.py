@@ -37,7 +37,7 @@ class TensorStream:
     """
 
     def __init__(self, channel: Channel, silent_seconds: float = _SILENT_SECONDS):
-        """silent_seconds: without a message, after which it fails."""
+        """Makes a stream. silent_seconds: the time without a message after which it fails."""
         self.channel = channel
         self._silent_seconds = silent_seconds
         self._messages = SimpleQueue[Message]()
@@ -50,7 +50,7 @@ class TensorStream:
             self._messages.put(message)
 
     def close(self) -> None:
-        """Reads no more: what the trainer still sends is dropped."""
+        """Reads no more: messages that the trainer still sends are dropped."""
         self._closed = True
         self._messages = SimpleQueue()
 

@@ -20,22 +20,24 @@ def settings_per_row(
     vocab_size: int,
     all_settings: bool = False,
 ) -> SamplingConfig:
-    """Returns settings as arrays [B]: int32 where they count tokens, else float32.
+    """Returns settings as arrays [B]: int32 if they count tokens, otherwise float32.
 
-    The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
-    settings, where no row uses another. Else all settings: biases, allowed and
-    forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
-    the end of its L places, the others -1; lists of tokens become bool [B, V].
+    The result has one of two tree structures, so that few programs serve all requests:
+
+    - Plain: the first four settings, if no row uses another.
+    - All settings: biases, allowed and forbidden ids become one `logit_bias` [B, V]. `bad_words_ids` becomes
+      int32 [B, W, L], each sequence at the end of its L places, and -1 in the other places. Lists of tokens
+      become bool [B, V].
 
     Args:
-        sampling: one for all rows, numbers or arrays [B]; or one per row.
+        sampling: one for all rows, with numbers or arrays [B], or one per row.
         batch: B.
         vocab_size: V.
-        all_settings: return all settings even where no row uses them.
+        all_settings: True: return all settings even if no row uses them.
 
     Raises:
-        InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
-            vocabulary.
+        InputError: there is a sequence whose length is not the batch, a setting outside its range, or ids
+            outside the vocabulary.
     """
     rows = [sampling] if isinstance(sampling, SamplingConfig) else sampling
     if not isinstance(rows, list | tuple) or not all(isinstance(row, SamplingConfig) for row in rows):
@@ -62,13 +64,13 @@ def settings_per_row(
 
 
 def has_all_settings(sampling_B: SamplingConfig) -> bool:
-    """Whether settings from `settings_per_row` have the structure with all settings."""
+    """Returns True if settings from `settings_per_row` have the structure with all settings."""
     return not is_unset(sampling_B.min_p)
 
 
 def takes_most_likely(sampling_B: SamplingConfig) -> bool:
-    """Whether every row takes its most likely token without any processor, as far as the host knows.
-    sampling_B: from `settings_per_row`.
+    """Returns True if every row takes its most likely token without any processor, as far as the host knows.
+    sampling_B: settings from `settings_per_row`.
     """
     plain = sampling_B.temperature, sampling_B.repetition_penalty
     if has_all_settings(sampling_B) or any(map(is_traced, plain)):
@@ -78,10 +80,10 @@ def takes_most_likely(sampling_B: SamplingConfig) -> bool:
 
 
 def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
-    """Returns the settings of these rows; all settings of the other rows are off, so their work is skipped.
+    """Returns the settings of these rows. All settings of the other rows are off, so their work is skipped.
 
     Args:
-        sampling_B: from `settings_per_row`.
+        sampling_B: settings from `settings_per_row`.
         rows_B: bool.
     """
     numbers = [s for s in NUMBERS if s.plain or has_all_settings(sampling_B)]
@@ -92,7 +94,7 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
 
 
 def is_default(setting: Setting, value_B: Any) -> bool:
-    """Whether no row uses a setting, as far as the host knows."""
+    """Returns True if no row uses a setting, as far as the host knows."""
     if is_traced(value_B):
         return False
     array = np.asarray(value_B)
@@ -100,13 +102,13 @@ def is_default(setting: Setting, value_B: Any) -> bool:
 
 
 def _per_row(value: Any, batch: int) -> Any:
-    """A setting of each row, [B]."""
+    """Returns a setting of each row, [B]."""
     xp: Any = array_module(batch) if isinstance(value, np.ndarray) else jnp
     return xp.broadcast_to(value, (batch,))
 
 
 def _setting_of_rows(setting: Setting, rows: Sequence[SamplingConfig], batch: int) -> Any:
-    """One setting of each row, or of all rows: [B], [1] or a number."""
+    """Returns one setting of each row, or of all rows: [B], [1] or a number."""
     values = [getattr(row, setting.name) for row in rows]
     values = [setting.default if value is None else value for value in values]
     # Numbers stay on the host: no program is compiled for them.

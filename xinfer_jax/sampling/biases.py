@@ -25,7 +25,7 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
     """Returns the arrays of the settings that are lists, as `settings_per_row` has them.
 
     Args:
-        lists: of each setting: its values for all rows, or of each row.
+        lists: for each setting its values for all rows, or its values of each row.
         batch: B.
         vocab_size: V.
 
@@ -46,7 +46,7 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
 
 
 def check_lists(sampling: SamplingConfig) -> None:
-    """Raises InputError where allowed and forbidden ids contradict each other, or a list has no valid ids."""
+    """Raises InputError if allowed and forbidden ids contradict each other, or a list has no valid ids."""
     allowed, forbidden = (
         None if ids is None or is_traced(ids) else set(check_token_ids(name, ids))
         for name in ("allowed_token_ids", "forbidden_token_ids")
@@ -63,7 +63,7 @@ def check_lists(sampling: SamplingConfig) -> None:
 
 
 def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
-    """Raises InputError where only `eos_ids` are allowed, and `min_tokens` forbids them."""
+    """Raises InputError if only `eos_ids` are allowed, and `min_tokens` forbids them."""
     min_tokens = sampling.min_tokens
     allowed = sampling.allowed_token_ids
     if allowed is None or any(map(is_traced, (allowed, min_tokens))):
@@ -83,7 +83,7 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
 
 
 def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Returns the distinct sequences of ids; raises InputError where they are not lists of token ids."""
+    """Returns the distinct sequences of ids. Raises InputError if they are not lists of token ids."""
     if isinstance(words, np.ndarray | jax.Array):
         raise InputError(f"{name} must be a list of lists of token ids, got an array")
     if not isinstance(words, list | tuple):
@@ -100,18 +100,19 @@ def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> lis
 
 
 def is_bad_word_rows(words: Any) -> bool:
-    """Whether it is an array from `bad_word_rows`, traced or not."""
+    """Returns True if a value is an array from `bad_word_rows`, traced or not."""
     if not isinstance(words, np.ndarray | jax.Array):
         return False
     return words.ndim == 3 and words.shape[1:] == (MOST_BAD_WORDS, LONGEST_BAD_WORD)
 
 
 def bad_word_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
-    """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, the others -1.
+    """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, and -1 in the
+    other places.
 
     Args:
-        name: of the setting, for errors.
-        settings: its value for all rows, or of each row; or one array from this function.
+        name: the name of the setting, for errors.
+        settings: its value for all rows, or of each row, or one array from this function.
         batch: B.
         vocab_size: V.
     """
@@ -136,7 +137,7 @@ def listed_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int)
 
 
 def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
-    """The bias of one setting, [1 or rows, V]."""
+    """Returns the bias of one setting, [1 or rows, V]."""
     bias_BV = np.zeros((1, V), np.float32)
     if isinstance(logit_bias, Mapping):
         bias_BV = _bias_of_ids(logit_bias, V)
@@ -160,7 +161,7 @@ def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> A
 
 
 def _bias_of_ids(logit_bias: Mapping, V: int) -> Any:
-    """The bias of {id: number}, [1, V]."""
+    """Returns the bias of {id: number}, [1, V]."""
     ids = check_token_ids("logit_bias", list(logit_bias), V)
     if is_traced(logit_bias):
         return jnp.zeros((1, V)).at[0, np.array(ids)].set(jnp.asarray(list(logit_bias.values()), jnp.float32))
@@ -173,7 +174,7 @@ def _bias_of_ids(logit_bias: Mapping, V: int) -> Any:
 
 
 def _bias_of_vocab(logit_bias: Any, rows: int, V: int) -> Any:
-    """The bias of an array with a number for each token, [1 or rows, V]."""
+    """Returns the bias of an array with a number for each token, [1 or rows, V]."""
     array: Any = jnp.asarray(logit_bias, jnp.float32) if is_traced(logit_bias) else number_array(logit_bias)
     if array is None or array.shape not in ((V,), (1, V), (rows, V)):
         kind = format_value(logit_bias) if array is None else f"numbers of the shape {list(array.shape)}"
@@ -184,7 +185,7 @@ def _bias_of_vocab(logit_bias: Any, rows: int, V: int) -> Any:
 
 
 def _listed(name: str, ids: Any, V: int) -> Any:
-    """Which tokens the ids list, bool [V]."""
+    """Returns a mask of the tokens that the ids list, bool [V]."""
     if is_traced(ids):
         return jnp.zeros(V, bool).at[jnp.asarray(ids)].set(True, mode="drop")
     listed_V = np.zeros(V, bool)

@@ -1,4 +1,4 @@
-"""Callers' functions between logits and tokens: `LogitsProcessor`, and what `Context.callers` is made of."""
+"""Callers' functions between logits and tokens: `LogitsProcessor`, and the parts of `Context.callers`."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ class LogitsProcessor:
 @dataclasses.dataclass(frozen=True)
 class Callers:
     """`Context.callers`: P callers' processors with the states of B rows, and a function that samples.
-    uses_BP: bool: which processors a row has; None: all rows have all.
+    uses_BP: bool: which processors a row has. None: all rows have all.
     """
 
     states: tuple[Any, ...]
@@ -111,7 +111,9 @@ class Callers:
         return [f for f in (*itertools.chain(*of_each), self.sample) if f]
 
     def start(self, context: Context, key_B: jax.Array) -> "Callers":
-        """With the states that `init` makes of the arguments. key_B: of the rows."""
+        """Returns the callers with the states that `init` makes of the arguments. key_B: the keys of the
+        rows.
+        """
         self = dataclasses.replace(self, key_B=jax.vmap(jax.random.fold_in, (0, None))(key_B, DRAW_CALLER))
         known = self._context(context)
         rows = len(known.position_B)
@@ -130,7 +132,9 @@ class Callers:
         return dataclasses.replace(self, states=states)
 
     def select_rows(self, rows_B: Any) -> "Callers":
-        """Where rows have different processors: without those of other rows, whose work is skipped."""
+        """Returns the callers without the processors of other rows, whose work is skipped. It only has an
+        effect if rows have different processors.
+        """
         if self.uses_BP is None:
             return self
         return dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
@@ -143,8 +147,8 @@ class Callers:
         context: Context,
         run_config: RunConfig,
     ) -> tuple[jax.Array, Callable, Callable]:
-        """What `choose_tokens` returns. Rows with processors: from the whole vocabulary; others: as they are
-        chosen without callers, to the bit. settings: of each row.
+        """Returns the same as `choose_tokens`. Rows with processors choose from the whole vocabulary. All
+        other rows choose as they do without callers, to the bit. settings: the settings of each row.
         """
         if self.uses_BP is None:
             token_B, taken_BV = self._choose(logits_BV, key_B, settings, context)
@@ -164,7 +168,7 @@ class Callers:
         return merged(0, lambda: token_B), logprobs, lambda: merged(1, sampled_from)
 
     def _choose(self, logits_BV: Any, key_B: Any, settings: Any, context: Context) -> tuple[Any, Any]:
-        """Tokens, and the logits that they were sampled from."""
+        """Returns tokens, and the logits that they were sampled from."""
 
         def warp(kept_BV: jax.Array) -> jax.Array:
             largest_B1 = jnp.max(kept_BV, -1, keepdims=True)
@@ -183,8 +187,9 @@ class Callers:
     def process(
         self, logits_BV: jax.Array, settings: SettingsOfRows, context: Context, warp: Callable
     ) -> tuple[jax.Array, jax.Array]:
-        """The logits that tokens are sampled from; and int32 [B]: -1 - i of the first processor i that gave a
-        row NaN, else the vocabulary's size. warp: what temperature and filters make of processed logits.
+        """Returns the logits that tokens are sampled from, and int32 [B]: -1 - i for the first processor i
+        that gave a row NaN, otherwise the vocabulary's size. warp: a function that applies temperature and
+        filters to processed logits.
         """
         known = self._context(context)
         (B, V) = logits_BV.shape
@@ -203,13 +208,17 @@ class Callers:
         return jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV), broken_B
 
     def nan_reason(self, token: int | None = None) -> str:
-        """What returned NaN in place of a token's logits; None: any of the processors may have."""
+        """Says which function returned NaN in place of a token's logits. token: the mark of a processor that
+        stands in place of the token, or None if it may have been any of the processors.
+        """
         wrong = self.processors if token is None else [self.processors[-1 - token]]
         names = ", ".join(f"apply {function_name(processor.apply)}" for processor in wrong)
         return f"{names} of a processor returned nan in place of logits"
 
     def append(self, context: Context, token_B: jax.Array, active_B: jax.Array) -> "Callers":
-        """After a token of each active row. context: before it."""
+        """Returns the callers after each active row has appended its token. context: the context before the
+        token.
+        """
         known = self._context(context)
 
         def after(i: int, processor: LogitsProcessor, state: Any) -> Any:
@@ -229,7 +238,7 @@ class Callers:
         return dataclasses.replace(self, states=states)
 
     def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext, broken_B: Any) -> tuple:
-        """The logits, and as `process` whose are broken."""
+        """Returns the logits, and as `process` whose are broken."""
         for i, (processor, state) in enumerate(zip(self.processors, self.states, strict=True)):
             if processor.last != last:
                 continue
@@ -248,7 +257,9 @@ class Callers:
         return logits_BV, broken_B
 
     def _if_any(self, has_B: Any, changed: Callable, old: Any) -> Any:
-        """changed(); where rows have different processors, only if any of them has this one."""
+        """Returns changed(). If rows have different processors, it does so only if any of them has this
+        one.
+        """
         return changed() if self.uses_BP is None else lax.cond(jnp.any(has_B), changed, lambda: old)
 
     def _context(self, context: Context) -> SamplingContext:
@@ -258,7 +269,9 @@ class Callers:
         return SamplingContext(*jax.tree.map(jnp.asarray, known))
 
     def _for_function(self, i: int, known: SamplingContext) -> SamplingContext:
-        """What one of the functions knows: its keys are its own, by its place among those of the row."""
+        """Returns the context for one of the functions. Each function has its own keys, by its place among
+        the functions of the row.
+        """
         i_B = jnp.full(len(known.position_B), i)
         if self.uses_BP is not None:
             i_B = jnp.sum(self.uses_BP[:, :i], -1)
@@ -266,16 +279,17 @@ class Callers:
 
 
 def _where_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The new array for these rows, the old one for others."""
+    """Returns the new array for these rows, the old one for others."""
     return jnp.where(rows_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
 def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | None:
-    """Those of a call's rows, before `start`: the arguments are in place of the states. None: tokens
-    are chosen without them.
+    """Returns the callers of a call's rows, before `start`: the arguments are in place of the states. None:
+    tokens are chosen without them.
 
     Raises:
-        InputError: processors or functions of another type; arguments of another type or number of rows.
+        InputError: processors or functions have another type, or arguments have another type or number of
+            rows.
     """
     check_function("sample", sample)
     check_function("stop", stop)
@@ -289,7 +303,7 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
 
 
 def check_pair(pair: Any) -> None:
-    """Raises InputError where an entry of `processors` is no pair of a processor and arguments."""
+    """Raises InputError if an entry of `processors` is no pair of a processor and arguments."""
     if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], LogitsProcessor)):
         what = "a list of (LogitsProcessor, arguments of the rows)"
         raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
@@ -298,8 +312,8 @@ def check_pair(pair: Any) -> None:
 def guarded(
     program: Callable, callers: Callers | None, stop: Callable | None = None, taps: Any = None
 ) -> Callable:
-    """A program with these functions of a caller: InputError takes the place of JAX's error for a traced
-    value that one of them keeps.
+    """Returns a program with these functions of a caller: InputError takes the place of JAX's error for a
+    traced value that one of them keeps.
     """
 
     def call(*args: Any) -> Any:
@@ -316,8 +330,8 @@ def guarded(
 
 
 def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any, run: Callable) -> Any:
-    """The `DecodeState` of rows that continue these prompts, with the callers of the prompts. run: runs a
-    program.
+    """Returns the `DecodeState` of rows that continue these prompts, with the callers of the prompts. run:
+    runs a program.
     """
     of_rows = jax.tree.map(lambda x: x[prompt_R], callers)
     callers = run(_START, of_rows, state.context, state.key_B)
@@ -328,7 +342,7 @@ _START = jax.jit(Callers.start)
 
 
 def _of_rows(arguments: Any, rows: int) -> Any:
-    """The arguments as arrays with rows in front."""
+    """Returns the arguments as arrays with rows in front."""
     if isinstance(arguments, list) and all(isinstance(x, int | float | np.number) for x in arguments):
         what = "processors: arguments of the rows must be an array, as np.array makes of a list"
         raise InputError(f"{what}, got {format_value(arguments)}")
@@ -345,7 +359,7 @@ def _of_rows(arguments: Any, rows: int) -> Any:
 
 
 def end_rows(stop: Callable, state: Any) -> Any:
-    """The `DecodeState` in which rows have also ended where a caller's function of it says so."""
+    """Returns the `DecodeState` in which rows have also ended if a caller's function of it says so."""
     ends_B = call_function("stop", stop, state)
     finished_B = jnp.asarray(state.finished_B)
     check_result("stop", stop, ends_B, finished_B)

@@ -17,7 +17,9 @@ ALL_BITS = np.uint32(2**32 - 1)  # a word of a mask that allows every token
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """State of the logits processors, batch axis first; None where the plain settings do not need a field."""
+    """State of the logits processors, batch axis first. A field is None if the plain settings do not need
+    it.
+    """
 
     position_B: jax.Array  # int32: tokens of prompt and answer; the next token has this position
     num_generated_B: jax.Array  # int32: tokens of the answer, EOS included
@@ -64,7 +66,9 @@ class Context:
 
 
 def next_masks(bits: Any, count_B: jax.Array) -> Any:
-    """The masks [B, Q, W] after so many tokens of each row. The last one stays, and so does the only one."""
+    """Returns the masks [B, Q, W] after `count_B` tokens of each row. The last mask stays, and so does an
+    only mask.
+    """
     if bits is None or bits.shape[1] == 1:
         return bits
     index_BQ = jnp.minimum(count_B[:, None] + jnp.arange(bits.shape[1]), bits.shape[1] - 1)
@@ -75,16 +79,16 @@ def init_context(
     sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None,
     num_masks: int = 1, automata: Any = None,
 ) -> Context:  # fmt: skip
-    """Returns the context of prompts without answers; every token is allowed.
+    """Returns the context of prompts without answers. Every token is allowed.
 
     Args:
-        sampling_B: from `settings_per_row`.
+        sampling_B: settings from `settings_per_row`.
         position_B: int32, prompt lengths.
         eos_BE: int32, ids that end each row.
-        seen_BV: bool, which tokens occur in the prompts.
+        seen_BV: bool, the tokens that occur in the prompts.
         history_BS: int32, the prompts' tokens in order, with free places for the answers.
         num_masks: Q of `allowed_bits`.
-        automata: of the rows.
+        automata: the automata of the rows.
     """
     (B, V) = seen_BV.shape
     full = has_all_settings(sampling_B)
@@ -103,7 +107,7 @@ def init_context(
 
 
 def _biased_rows(bias_BV: Any) -> Any:
-    """bool [B]: which rows have a bias."""
+    """Returns bool [B]: which rows have a bias."""
     if not isinstance(bias_BV, np.ndarray):
         return jnp.any(bias_BV != 0, -1)
     if bias_BV.strides[0] == 0:  # one row for all

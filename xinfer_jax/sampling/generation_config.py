@@ -18,11 +18,11 @@ _UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
 
 
 def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Raises InputError where a value of generation_config.json has the wrong type or range.
+    """Raises InputError if a value of generation_config.json has the wrong type or range.
 
     Args:
         settings: its contents.
-        vocab_size: ids of suppress_tokens must be below it; None: unknown.
+        vocab_size: ids of suppress_tokens must be below it. None: unknown.
     """
     limit = vocab_size or 2**31
     is_ids = lambda x: isinstance(x, list) and all(type(i) is int and 0 <= i < limit for i in x)  # noqa: E731

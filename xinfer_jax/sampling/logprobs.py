@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of alternatives, before and after the processors; logits."""
+"""Log-probabilities of sampled tokens and of alternatives, before and after the processors, and logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .support import pack_support
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Alternatives(ShortRepr):
-    """What the decode loop records of each sampled token; A alternatives."""
+    """The values that the decode loop records for each sampled token. A is the number of alternatives."""
 
     id_BTA: jax.Array  # int32: the most likely tokens before any processor
     logprobs_BTA: jax.Array  # float32
@@ -30,14 +30,14 @@ class Alternatives(ShortRepr):
 
     @property
     def sampled_only(self) -> "Alternatives":
-        """Of all rows, without anything but the log-probabilities of sampled tokens."""
+        """The record of all rows with only the log-probabilities of sampled tokens."""
         none: Any = None
         return Alternatives(none, none, none, none, self.processed_logprobs_BT, none)
 
     @property
     def parts(self) -> list["Alternatives"]:
-        """What is recorded by a program each. If rows may ask for `processed_logprobs_BT` alone, one program
-        records it in any case: the numbers of another one may have other bits.
+        """Returns the parts that one program each records. If rows may ask for `processed_logprobs_BT` alone,
+        one program records it in any case: the numbers of another program may have other bits.
         """
         none: Any = None
         if self.wanted_B is None:
@@ -86,13 +86,14 @@ def record_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, sampled_from: Callable[[], jax.Array],
     token_B: jax.Array,
 ) -> Alternatives:  # fmt: skip
-    """Records each row's token in its column; columns beyond the arrays are dropped. What is None stays.
+    """Records each row's token in its column. Columns beyond the arrays are dropped. Fields that are None
+    stay.
 
     Args:
-        old: what was recorded before.
+        old: the record before.
         column_B: int32.
-        logits_BV: before any processor.
-        sampled_from: gives the logits that the tokens were sampled from; from `choose_tokens`.
+        logits_BV: logits before any processor.
+        sampled_from: a function from `choose_tokens` that gives the logits that the tokens were sampled from.
         token_B: int32.
     """
     if old.wanted_B is not None:
@@ -121,8 +122,8 @@ def record_alternatives(
 def if_wanted(
     old: Alternatives, column_B: jax.Array, record: Callable[[Alternatives], Alternatives]
 ) -> Alternatives:
-    """`record(old)`, or `old` where no row that asked for alternatives has a column within the arrays: top-k
-    over the vocabulary is skipped. `record` gets alternatives that all rows want.
+    """Returns `record(old)`. If no row that asked for alternatives has a column within the arrays, it returns
+    `old`: top-k over the vocabulary is skipped. `record` gets alternatives that all rows want.
     """
     if old.wanted_B is None:
         return record(old)
@@ -136,7 +137,7 @@ def if_wanted(
 def output_fields(
     recorded: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
 ) -> dict[str, list[Any]]:
-    """Returns what was recorded as fields of `GenerateOutput`: one entry per row, on the host."""
+    """Returns the records as fields of `GenerateOutput`: one entry per row, on the host."""
     found: dict[str, list[Any]] = {}
     if recorded.id_BTA.shape[-1]:
         found["alternatives"] = token_logprob_rows(recorded, tokens_BT, logprobs_BT, length_B)
@@ -154,7 +155,7 @@ def token_logprob_rows(
     length_B: np.ndarray,
     most: int | None = None,
 ) -> list[list[TokenLogprobs]]:
-    """Returns one list per row, on the host. most: number of alternatives of each token; None: all."""
+    """Returns one list per row, on the host. most: number of alternatives of each token. None: all."""
     recorded = jax.device_get(dataclasses.replace(recorded, logits_BTV=None, support_BTW=None))
 
     def pairs(ids_TA: np.ndarray, logprobs_TA: np.ndarray) -> list[list[tuple[int, float]]]:

@@ -15,7 +15,9 @@ from .settings import SETTINGS
 
 
 def other_processors(s: SettingsOfRows, c: Context) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
-    """Which rows use a processor, bool [B], and the processor. s: all settings."""
+    """Returns pairs of a processor and the rows that use it: bool [B], and the processor. s: all settings. c:
+    the context.
+    """
     bits_BW = c.allowed_bits[:, 0]
     penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
     penalized_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0)
@@ -41,13 +43,13 @@ def other_processors(s: SettingsOfRows, c: Context) -> list[tuple[Any, Callable[
 def no_repeat_ngram(
     logits_BV: jax.Array, size_B: jax.Array, history_BS: jax.Array, length_B: jax.Array
 ) -> jax.Array:
-    """Forbids tokens that would repeat an n-gram of the row; size 0 forbids none.
+    """Forbids tokens that would repeat an n-gram of the row. Size 0 forbids none.
 
     Args:
         logits_BV: float32.
         size_B: int32, n.
         history_BS: int32, the row's tokens in order.
-        length_B: int32, number of these tokens.
+        length_B: int32, the number of these tokens.
     """
     slot_S = jnp.arange(history_BS.shape[1])
 
@@ -70,13 +72,14 @@ def bad_words(
     """Forbids the last token of each sequence whose other tokens the row ends with.
 
     A single EOS id forbids nothing, as in transformers. transformers also forbids nothing before the row is
-    as long as the whole sequence; here a row as long as the other tokens is enough.
+    as long as the whole sequence. Here a row as long as the other tokens is enough.
 
     Args:
         logits_BV: float32.
-        words_BWL: int32, W sequences of each row, each at the end of its L places; the others are negative.
-        history_BS: int32, the row's tokens in order; None: no sequence has more than one token.
-        length_B: int32, number of these tokens.
+        words_BWL: int32, W sequences of each row, each at the end of its L places. The other places are
+            negative.
+        history_BS: int32, the row's tokens in order. None: no sequence has more than one token.
+        length_B: int32, the number of these tokens.
         eos_BE: int32, ids that end the row.
     """
     (B, V) = logits_BV.shape
@@ -99,7 +102,7 @@ def bad_words(
 def min_tokens(
     logits_BV: jax.Array, least_B: jax.Array, num_generated_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
-    """Forbids EOS ids while the answer has fewer than min_tokens tokens; negative ids are ignored."""
+    """Forbids EOS ids while the answer has fewer than min_tokens tokens. Negative ids are ignored."""
     (B, V) = logits_BV.shape
     at_BE = jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
     end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")

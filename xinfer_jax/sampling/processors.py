@@ -34,7 +34,9 @@ def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
 
 
 def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)). Where they search they are one loop over both, since compiling takes long."""
+    """Returns top_p(top_k(logits)). If they search, they are one loop over both, since compiling takes
+    long.
+    """
     if logits_BV.shape[1] <= FEW:
         return top_p(top_k(logits_BV, k_B), p_B)
 
@@ -50,14 +52,14 @@ def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Arr
 
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps tokens at least p times as likely as the most likely one (Nguyen et al. 2024); 0 keeps all."""
+    """Keeps tokens at least p times as likely as the most likely one (Nguyen et al. 2024). 0 keeps all."""
     least_B1 = jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None]
     return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)  # NaN stays, as in rows at 0
 
 
 def typical_p(logits_BV: jax.Array, p_B: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keeps the tokens whose information content is nearest to the entropy, until their probabilities sum to
-    p (Meister et al. 2023); at least `min_tokens_to_keep`. p = 1 keeps all.
+    p (Meister et al. 2023). It keeps at least `min_tokens_to_keep`. p = 1 keeps all.
     """
     logprob_BV = jax.nn.log_softmax(logits_BV, -1)
     probability_BV = jnp.exp(logprob_BV)
@@ -71,7 +73,7 @@ def typical_p(logits_BV: jax.Array, p_B: jax.Array, min_tokens_to_keep: int = 1)
 
 
 def _count(k_B: jax.Array) -> jax.Array:
-    """top-k as the number of tokens that are kept: 0 (off) keeps all."""
+    """Returns top-k as the number of tokens that are kept: 0 (off) keeps all."""
     return jnp.where(k_B > 0, k_B, jnp.inf)
 
 
@@ -80,7 +82,7 @@ def _mass(p_B: jax.Array) -> jax.Array:
 
 
 def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """Keeps the fewest logits with the largest keys whose weights sum to at least `least`; all logits where
+    """Keeps the fewest logits with the largest keys whose weights sum to at least `least`, or all logits if
     no sum reaches it. Others become -inf. Logits whose keys are equal are kept or removed together.
     """
     least_B = jnp.maximum(least_B, jnp.finfo(jnp.float32).tiny)  # the largest key always stays
@@ -97,8 +99,8 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
 
 
 def _threshold_by_halves(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """int32 [B]: the largest threshold for which the weights at or above it sum to at least `least`; at most
-    the smallest number of the row where there is none. One sum and one bit a pass.
+    """Returns, int32 [B], the largest threshold for which the weights at or above it sum to at least `least`.
+    If there is none, it is at most the smallest number of the row. Each pass computes one sum and one bit.
     """
 
     def halve(_, bounds):

@@ -42,8 +42,8 @@ _RBG = ("key<rbg>", "key<urbg>")
 
 
 def _threefry_key(key: jax.Array) -> jax.Array:
-    """Threefry keys of the first two words of rbg keys, in which the other two are folded. Draws of rbg keys
-    themselves depend on the batch under `jax.vmap`.
+    """Returns Threefry keys of the first two words of rbg keys, in which the other two are folded. Draws of
+    rbg keys themselves depend on the batch under `jax.vmap`.
     """
     data = jax.random.key_data(key)
     key = jax.random.wrap_key_data(data[..., :2], impl="threefry2x32")
@@ -58,10 +58,11 @@ def key_from_seed(seed: int) -> jax.Array:
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
+    """Returns one key per row: `fold_in(key, row)` of one key, or the keys themselves if there is one per
+    row.
 
     Raises:
-        InputError: as `check_key`.
+        InputError: see `check_key`.
     """
     key = check_key(key, batch)
     return key if key.ndim else FOLD_IN(key, array_module(batch).arange(batch))
@@ -74,7 +75,7 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> n
     """Returns the key data, uint32 [R, 2], of rows that answer prompts. No program is compiled for it.
 
     Args:
-        key: from `check_key`: one, into which the prompt's number is folded, or one per prompt.
+        key: a result of `check_key`: one key, into which the prompt's number is folded, or one per prompt.
         prompt_R: int32, which prompt each row answers.
         answer_R: int32, number of the answer to that prompt. It is folded in, except for 0.
     """
@@ -84,14 +85,14 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> n
 
 
 def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:
-    """`jax.random.fold_in` on the host. data_R2: uint32 [R, 2] or [1, 2]."""
+    """Runs `jax.random.fold_in` on the host. data_R2: uint32 [R, 2] or [1, 2]."""
     words = _threefry(data_R2.T, np.zeros(len(number_R), np.uint32), number_R.astype(np.uint32))
     return np.stack(words, -1)
 
 
 def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:
-    """Standard Gumbel noise of one draw, float32 [A]: the numbers at these indices, each from 23 bits of
-    `jax.random.bits` (as `jax_threefry_partitionable`) of fold_in(fold_in(row_key, position), purpose).
+    """Returns standard Gumbel noise of one draw, float32 [A]: the numbers at these indices, each from 23 bits
+    of `jax.random.bits` (as `jax_threefry_partitionable`) of fold_in(fold_in(row_key, position), purpose).
     """
     key = jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
     first_A, second_A = _threefry(jax.random.key_data(key), jnp.uint32(0), index_A.astype(jnp.uint32))
@@ -100,8 +101,8 @@ def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.A
 
 
 def _threefry(key_2, first, second):
-    """Threefry-2x32 of 20 rounds (Salmon et al. 2011), uint32. jax's own is a loop on CPUs: each round writes
-    its words, in four times the time of this, which fuses.
+    """Computes Threefry-2x32 of 20 rounds (Salmon et al. 2011), uint32. jax's own is a loop on CPUs: each
+    round writes its words, in four times the time of this, which fuses.
     """
     keys = key_2[0], key_2[1], key_2[0] ^ key_2[1] ^ np.uint32(0x1BD11BDA)
     first += keys[0]

@@ -1,4 +1,4 @@
-"""From logits to tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
+"""Turns logits into tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,12 +36,13 @@ def sample_tokens(
     Args:
         logits_BV: float32.
         key_B: one key per row.
-        sampling_B: from `settings_per_row`.
-        context: state of the logits processors. Random numbers depend only on its `position_B` and the key.
-        run_config: implementation of the argmax, and of the pass over the logits on GPUs.
+        sampling_B: settings from `settings_per_row`.
+        context: the state of the logits processors. Random numbers depend only on its `position_B` and the
+            key.
+        run_config: the implementation of the argmax, and of the pass over the logits on GPUs.
 
     Returns:
-        Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
+        Tokens, int32 [B], their log-probabilities before any processor, float32 [B], and the logits [B, V]
         that they were sampled from.
     """
     token_B, logprobs, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, run_config)
@@ -55,14 +56,14 @@ def choose_tokens(
     context: Context,
     run_config: RunConfig = DEFAULT,
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array], Callable[[], jax.Array]]:
-    """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
-    of probabilities is within rounding of top-p.
+    """Does the same as `sample_tokens` without the log-probabilities. Its two forms give the same tokens,
+    unless a sum of probabilities is within rounding of top-p.
 
     Returns:
-        Tokens, int32 [B]; a function that gives the log-probabilities of tokens before any processor, for
-        which GPUs read the logits no second time; and one that gives the logits [B, V] that the tokens were
-        sampled from, to be called in the branch that needs them. GPUs compute them there: a step need not
-        write them.
+        Three values: tokens, int32 [B], a function of log-probabilities and a function of logits. The first
+        function gives the log-probabilities of tokens before any processor, for which GPUs read the logits no
+        second time. The second function gives the logits [B, V] that the tokens were sampled from. Call it in
+        the branch that needs them: GPUs compute them there, so a step need not write them.
     """
     if context.callers is not None:
         return context.callers.choose(logits_BV, key_B, sampling_B, context, run_config)
@@ -82,8 +83,9 @@ def choose_tokens(
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
-    """`choose_tokens` where branches are free: what no row needs is skipped. A batch of plain greedy rows
-    takes the argmax and nothing else. Returns zeros in place of the logsumexp.
+    """Does the same as `choose_tokens` on devices on which branches are free: settings that no row needs are
+    skipped. A batch of plain greedy rows takes the argmax and nothing else. Returns zeros in place of the
+    logsumexp.
     """
 
     def processed() -> tuple[jax.Array, jax.Array]:
@@ -103,28 +105,28 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-    """float32 [B]: the log-probability of each row's token."""
+    """Returns float32 [B]: the log-probability of each row's token."""
     return at_token(logits_BV, token_B) - run("logsumexp", logsumexp, logits_BV=logits_BV)
 
 
 def logsumexp(logits_BV: jax.Array) -> jax.Array:
-    """float32 [B]."""
+    """Returns float32 [B]."""
     return jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-    """float32 [B]: the logit of each row's token; NaN of an id below 0."""
+    """Returns, float32 [B], the logit of each row's token, or NaN for an id below 0."""
     at = jnp.asarray(logits_BV).at[jnp.arange(token_B.shape[0]), token_B]
     return at.get(mode="fill", wrap_negative_indices=False)
 
 
 def top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
+    """Returns the largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
     return largest_k(processed_BV, min(NUM_CANDIDATES, processed_BV.shape[1]))
 
 
 def sample_rows(processed_BV, key_B, sampling_B, position_B):
-    """A token of each row, and the logits that it was sampled from.
+    """Returns a token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
     whole vocabulary. The path depends only on the row, so other rows cannot change its bits.
@@ -144,8 +146,9 @@ def sample_rows(processed_BV, key_B, sampling_B, position_B):
 
 
 def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):
-    """A token of each row from its A largest logits; the largest of these, and the smallest and the largest
-    that the row keeps, each [B, 1]; and the rows for which this is valid: those that keep no other token.
+    """Samples a token of each row from its A largest logits. Returns the token, then the largest of these
+    logits, and the smallest and the largest logit that the row keeps, each [B, 1]. Also returns the rows for
+    which this is valid: the rows that keep no other token.
     """
     # max and min, not the first and the last: with those XLA would sort the whole vocabulary.
     largest_B1 = jnp.max(candidates_BA, -1, keepdims=True)
@@ -166,8 +169,8 @@ def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V)
 
 
 def _logits_kept(processed_BV, sampling_B, largest_B1, lowest_B1, highest_B1):
-    """The logits [B, V] that a token of the candidates is sampled from: those from the lowest to the highest
-    one that is kept.
+    """Returns the logits [B, V] that a token of the candidates is sampled from: from the lowest to the
+    highest one that is kept.
     """
     kept_BV = (processed_BV >= lowest_B1) & (processed_BV <= highest_B1)
     warped_BV = jnp.where(kept_BV, _scaled(processed_BV, sampling_B, largest_B1), -jnp.inf)
@@ -182,12 +185,12 @@ def sample_from_all(processed_BV, key_B, sampling_B, position_B):
 
 
 def all_greedy(sampling_B: SettingsOfRows) -> jax.Array:
-    """Whether every row has temperature 0."""
+    """Returns True if every row has temperature 0."""
     return jnp.all(sampling_B.temperature <= 0)
 
 
 def is_plain_greedy(sampling_B: SettingsOfRows, context: Context | None = None) -> jax.Array:
-    """Whether every row takes its most likely token, without any logits processor."""
+    """Returns True if every row takes its most likely token, without any logits processor."""
     has_functions = context is not None and (context.automata is not None or context.callers is not None)
     if has_all_settings(sampling_B) or has_functions:
         return jnp.bool_(False)
@@ -201,7 +204,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SettingsOfRows, context: Co
 
 
 def skippable_processors(sampling_B: SettingsOfRows, context: Context) -> Skippable:
-    """The processors of `process_logits` that are not always applied, and which rows use each."""
+    """Returns the processors of `process_logits` that are not always applied, and which rows use each."""
     found: Skippable = []
     if has_all_settings(sampling_B):
         from .other_processors import other_processors  # optional: other settings
@@ -213,7 +216,7 @@ def skippable_processors(sampling_B: SettingsOfRows, context: Context) -> Skippa
 
 
 def bias_and_repeat(logits_BV, sampling_B, context):
-    """The logits with bias and repetition penalty, the processors that are applied even where no row uses
+    """Returns the logits with bias and repetition penalty. These processors are applied even if no row uses
     them.
     """
     if has_all_settings(sampling_B):
@@ -249,10 +252,10 @@ def warp_logits(
 
     Args:
         logits_BV: float32. Rows at temperature 0 are returned unchanged.
-        sampling_B: from `settings_per_row`.
+        sampling_B: settings from `settings_per_row`.
         zero_B1: subtracted from each row's logits before the division by the temperature.
         min_tokens_to_keep: number of tokens of each row that stay in any case (transformers' name).
-        draw: keys and positions of the rows, by which XTC draws; None: without XTC.
+        draw: keys and positions of the rows, by which XTC draws. None: without XTC.
     """
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
@@ -274,7 +277,7 @@ def warp_logits(
 
 
 def _scaled(logits_BV: jax.Array, sampling_B: SettingsOfRows, zero_B1: jax.Array | float) -> jax.Array:
-    """(logits - zero) / temperature; at temperature 0 only the difference."""
+    """Returns (logits - zero) / temperature, or at temperature 0 only the difference."""
     temperature_B1 = sampling_B.temperature[:, None]
     divisor_B1 = jnp.where(temperature_B1 <= 0, 1.0, jnp.maximum(temperature_B1, _MIN_TEMPERATURE))
     return (logits_BV - zero_B1) / divisor_B1
@@ -284,14 +287,15 @@ def draw_tokens(
     warped_BA: jax.Array, key_B: jax.Array, sampling_B: SettingsOfRows, position_B: jax.Array,
     index_BA: jax.Array | None, size: int,
 ) -> jax.Array:  # fmt: skip
-    """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax.
+    """Draws from softmax(warped): it takes the largest logit + Gumbel noise. Rows at temperature 0 take the
+    argmax.
 
     Args:
         warped_BA: float32, logits of the candidates (all others have probability 0), or of the vocabulary.
         key_B: one key per row.
-        sampling_B: from `settings_per_row`.
-        position_B: int32, position of the token that is drawn.
-        index_BA: int32, ids of the candidates; None: the whole vocabulary.
+        sampling_B: settings from `settings_per_row`.
+        position_B: int32, the position of the token that is drawn.
+        index_BA: int32, ids of the candidates. None: the whole vocabulary.
         size: V.
     """
     every_BA = jnp.broadcast_to(jnp.arange(size), (key_B.shape[0], size)) if index_BA is None else index_BA

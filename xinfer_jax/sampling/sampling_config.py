@@ -147,7 +147,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingConfig))
 
 
 def _flatten(sampling: SamplingConfig) -> tuple[list[tuple[Any, Any]], None]:
-    """What is set by its name, and None in place of the rest."""
+    """Returns the settings that are set, by their names, and None in place of the other settings."""
     values = ((name, getattr(sampling, name)) for name in _FIELDS)
     return [(jax.tree_util.GetAttrKey(n), None if is_unset(value) else value) for n, value in values], None
 
@@ -161,7 +161,9 @@ jax.tree_util.register_pytree_with_keys(SamplingConfig, _flatten, _unflatten)
 
 
 def _is_valid(setting: Setting, value: Any) -> bool:
-    """Whether it is one value or one per row, each valid and finite in float32. Traced ones are not read."""
+    """Returns True if a setting is one value or one per row, each valid and finite in float32. The values of
+    traced settings are not read.
+    """
     if setting.valid is None:  # a switch
         return np.dtype(getattr(value, "dtype", type(value))) == np.bool_ and np.ndim(value) <= 1
     array = number_array(value)
@@ -173,7 +175,9 @@ def _is_valid(setting: Setting, value: Any) -> bool:
 
 
 def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig] | None, row: int = 0) -> int:
-    """`min_tokens` of a row of checked settings: one for all rows, or one per row; 0 for None."""
+    """Returns `min_tokens` of a row of checked settings, which have one for all rows, or one per row. It is 0
+    for None.
+    """
     if sampling is None:
         return 0
     settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]

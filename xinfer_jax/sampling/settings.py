@@ -1,5 +1,6 @@
 """The sampling settings, one entry each. From an entry follow the arrays of rows, the check of values, the
-field of bodies, the flag, the setting of generation_config.json, and whether beams reject it.
+field of bodies, the flag, and the setting of generation_config.json. An entry also says whether beams reject
+the setting.
 
 It imports no jax, since commands check their flags before they do.
 """
@@ -148,7 +149,9 @@ class _UnsetInteger(int):
 
 
 def unset(name: str) -> Any:
-    """The value of a setting that is not set: None, or a number that `is_unset` tells from a given one."""
+    """Returns the value of a setting that is not set: None, or a number that `is_unset` tells from a given
+    one.
+    """
     setting = SETTINGS[name]
     if setting.kind not in DTYPES:
         return None
@@ -156,5 +159,5 @@ def unset(name: str) -> Any:
 
 
 def is_unset(value: Any) -> bool:
-    """Whether it is the default of a setting that is a number."""
+    """Returns True if a value is the default of a setting that is a number."""
     return isinstance(value, _UnsetFloat | _UnsetInteger)

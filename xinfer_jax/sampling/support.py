@@ -16,14 +16,16 @@ from ..errors import InputError
 
 
 def pack_support(logits_BV: jax.Array) -> jax.Array:
-    """uint32 [B, ceil(V/32)]: the ids whose logits are above -inf."""
+    """Returns uint32 [B, ceil(V/32)]: the ids whose logits are above -inf."""
     B, V = logits_BV.shape
     bits_BV = jnp.pad(logits_BV > -jnp.inf, ((0, 0), (0, -V % 32))).astype(jnp.uint32)
     return jnp.sum(bits_BV.reshape(B, -1, 32) << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
 
 
 def keep_support(logits_BTV: jax.Array, support_BTW: jax.Array) -> jax.Array:
-    """The logits of the ids in each token's mask; others become -inf. A mask without any id keeps all."""
+    """Returns the logits of the ids in each token's mask. Others become -inf. A mask without any id keeps
+    all.
+    """
     id_V = np.arange(logits_BTV.shape[-1], dtype=np.uint32)
     is_in_BTV = (support_BTW[..., id_V // 32] >> (id_V % 32) & 1) > 0
     is_empty_BT1 = jnp.all(support_BTW == 0, -1, keepdims=True)

@@ -1,4 +1,6 @@
-"""Which sampling settings the rows of a batch use, and what they need of a caller."""
+"""The sampling settings that the rows of a batch use, and the arguments that these settings need of a
+caller.
+"""
 
 from collections.abc import Callable
 
@@ -12,8 +14,8 @@ from .settings import SETTINGS, Setting
 
 
 def used_settings(sampling_B: SamplingConfig, asked: Callable[[Setting], bool]) -> list[str]:
-    """The names of those settings that are asked for and that a row uses, as far as the host knows.
-    sampling_B: from `settings_per_row`.
+    """Returns the names of the settings that are asked for and that a row uses, as far as the host knows.
+    sampling_B: settings from `settings_per_row`.
     """
     values = ((setting, getattr(sampling_B, setting.name)) for setting in SETTINGS.values() if asked(setting))
     return [s.name for s, value in values if value is not None and not is_default(s, value)]

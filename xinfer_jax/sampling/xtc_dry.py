@@ -17,15 +17,16 @@ def xtc(
     warped_BV: jax.Array, logits_BV: jax.Array, settings: SettingsOfRows, key_B: jax.Array,
     position_B: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Excludes top choices: at some positions, by chance, removes the tokens that reach a probability, but
-    the least likely of them and its ties (llama.cpp).
+    """Excludes top choices (llama.cpp): at some positions, by chance, it removes the tokens that reach a
+    probability. It keeps the least likely of them and its ties.
 
     Args:
-        warped_BV: float32, logits after temperature and filters, -inf where these removed a token.
-        logits_BV: float32, before them: the tokens that they kept have their probabilities at temperature 1.
-        settings: of each row.
+        warped_BV: float32, logits after temperature and filters, -inf for tokens that these removed.
+        logits_BV: float32, the logits before them: the tokens that they kept have their probabilities at
+            temperature 1.
+        settings: the settings of each row.
         key_B: one key per row.
-        position_B: int32, of the token that is drawn.
+        position_B: int32, the position of the token that is drawn.
     """
     kept_BV = warped_BV > -jnp.inf
     probability_BV = jax.nn.softmax(jnp.where(kept_BV, logits_BV, -jnp.inf), -1)
@@ -48,8 +49,8 @@ def dry(logits_BV: jax.Array, settings: SettingsOfRows, context: Context) -> jax
 
     Args:
         logits_BV: float32.
-        settings: of each row.
-        context: with the row's tokens in order.
+        settings: the settings of each row.
+        context: the context, with the row's tokens in order.
     """
     s = settings
     history_BS: Any = context.history_BS

@@ -26,7 +26,7 @@ class AdapterEndpoints:
         self._service = service
 
     async def load(self, request: HTTPRequest) -> Response:
-        """Adds an adapter; with load_inplace replaces the one of its name."""
+        """Adds an adapter. With load_inplace it replaces the adapter with the same name."""
         return await self._respond(request, self._load)
 
     async def unload(self, request: HTTPRequest) -> Response:
@@ -67,7 +67,7 @@ class AdapterEndpoints:
         return f"adapter {format_value(name)} is removed"
 
     def _path(self, given: Any) -> Path:
-        """A directory below --adapter_dir, as all its files are once links are resolved."""
+        """Returns a directory below --adapter_dir, as all its files are once links are resolved."""
         root = self._service.settings.adapter_dir
         if root is None:
             raise APIError(404, "adapters are not loaded here: the server needs --adapter_dir")

@@ -22,10 +22,10 @@ async def run_admin_job(
     """Returns the result of the work. It gets the body, whose fields are checked.
 
     Args:
-        service: of the server.
-        request: of an admin.
+        service: the service of the server.
+        request: the request of an admin.
         work: runs in a thread, while requests of clients go on.
-        fields: that the body may have; None: there is no body, and the work gets {}.
+        fields: the fields that the body may have. None: there is no body, and the work gets {}.
         queue: jobs of one queue run one after another. A job that must not wait for long ones has its own.
 
     Raises:

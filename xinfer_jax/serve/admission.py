@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 100  # of a response, which count as one token
 
 
 class AdmissionControl:
-    """What the clients of one server have reserved. Thread-safe."""
+    """The reservations of the clients of one server. It is thread-safe."""
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
@@ -29,7 +29,9 @@ class AdmissionControl:
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
     def admit(self, client: str, address: str) -> "Reservation":
-        """A reservation of nothing yet, for a request of this client; APIError 429 if no answer has room."""
+        """Returns a reservation of nothing yet, for a request of this client. Raises APIError 429 if no
+        answer has room.
+        """
         with self._lock:
             self._check("answers", client, 1, 1)
         return Reservation(self, client, address)
@@ -78,7 +80,7 @@ class AdmissionControl:
 
 @dataclasses.dataclass(eq=False)
 class Reservation:
-    """What one request has reserved of the limits."""
+    """The part of the limits that one request has reserved."""
 
     _admission: AdmissionControl
     client: str
@@ -87,13 +89,13 @@ class Reservation:
     amounts: dict[str, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
     def reserve(self, **amounts: int) -> None:
-        """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`; APIError 429,
-        or 400 if the request alone exceeds a limit.
+        """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`, and APIError
+        429, or 400 if the request alone exceeds a limit.
         """
         self._admission.update(self, amounts)
 
     def arrive(self, seconds: float) -> AbstractAsyncContextManager[Arrival]:
-        """Within, the body of the request arrives, in so many seconds: see `Arrivals`."""
+        """Within the block, the body of the request arrives, in this number of seconds: see `Arrivals`."""
         return self._admission.arrivals.receive((self.client, self.address), seconds)
 
     def check(self) -> None:
@@ -108,15 +110,15 @@ class Reservation:
 
 
 def count_answers(parsed: ParsedBody) -> int:
-    """The number of answers that the engine makes for a body."""
+    """Returns the number of answers that the engine makes for a body."""
     return len(parsed.prompts) * max(parsed.options.n, parsed.options.best_of or 0)
 
 
 def count_tokens(parsed: ParsedBody) -> int:
-    """The number of tokens to reserve for a body: its prompts, once for each time the response repeats them,
-    and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as each takes
-    about 100 bytes. If the response has the experts of each token, each 100 bytes of them count as one more
-    token.
+    """Returns the number of tokens to reserve for a body: its prompts, once for each time the response
+    repeats them, and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as
+    each takes about 100 bytes. If the response has the experts of each token, each 100 bytes of them count as
+    one more token.
     """
     top = parsed.logprobs or 0
     prompt_tokens = sum(map(len, parsed.prompts))

@@ -37,7 +37,7 @@ _OPEN_PATHS = {"/", "/health", "/metrics"}  # need no key
 
 
 def make_server(service: Service) -> Server:
-    """The HTTP server of a service."""
+    """Returns the HTTP server of a service."""
     info = _InfoEndpoints(service)
     texts = TextEndpoints(service)
     adapters = AdapterEndpoints(service)
@@ -128,7 +128,9 @@ class _InfoEndpoints:
 
 
 def _describe(name: str, model: Model) -> str:
-    """What a model is good for, in a sentence or two. name: that it was loaded by."""
+    """Describes in a sentence or two for which tasks a model is useful. name: the name by which it was
+    loaded.
+    """
     if name == "bundled":
         return (
             "It knows the capitals of countries and a little small talk, and nothing else:"
@@ -168,7 +170,9 @@ class _RequestGuard:
         await (error.response() if error else self._app)(scope, receive, send_with_id)
 
     def _check(self, request: HTTPRequest) -> APIError | None:
-        """Why the request is rejected, if it is. Behind a trusted proxy, sets its client."""
+        """Returns the reason why the request is rejected, if it is. Behind a trusted proxy, sets its
+        client.
+        """
         host = request.headers.get("host", "")
         if self._service.settings.host in LOCAL_HOSTS and not _LOCAL_NAME.fullmatch(host):
             return APIError(403, f"{format_value(host)} is not a name of this server")

@@ -1,4 +1,4 @@
-"""Checks the body of a completion, a chat or a response, and reserves what its answers need."""
+"""Checks the body of a completion, a chat or a response, and reserves the room that its answers need."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ def check_body(service: "Service", served: ServedRequest, kind: str, data: list[
     """Checks a body and reserves its answers and tokens. Takes long, so it runs in a thread.
 
     Args:
-        service: that answers it.
+        service: the service that answers it.
         served: the request.
         kind: "completion", "chat" or "responses".
         data: the bytes of the body. The list is emptied.
@@ -78,6 +78,6 @@ def _parse(
 
 
 def _derive_seed(server_seed: int, number: int) -> int:
-    """The seed of a request without one: 53 bits, which a JSON number holds in every client."""
+    """Returns the seed of a request without one: 53 bits, which a JSON number holds in every client."""
     digest = hashlib.sha256(f"{server_seed}:{number}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 11

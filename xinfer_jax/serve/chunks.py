@@ -1,4 +1,4 @@
-"""The chunks of a streamed response: what is new of each answer."""
+"""The chunks of a streamed response, each with the new part of an answer."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded 
 
 
 class ChoiceStream:
-    """One choice of a streamed response: formats what is new of one answer."""
+    """One choice of a streamed response: formats the new part of one answer."""
 
     def __init__(self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer):
         self._index = index
@@ -45,19 +45,21 @@ class ChoiceStream:
 
     @property
     def has_update(self) -> bool:
-        """Whether `next_choice` may return something. This check is much faster."""
+        """Returns True if `next_choice` may return something. This check is much faster."""
         answer = self.answer
         return not self.ended and (answer.ended_by is not None or answer.num_text_ids > self._num_tokens)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of the usage so far: those that were sent; at the end the EOS too."""
+        """The tokens of the usage so far: tokens that were sent and, at the end, the EOS too."""
         if not self._parsed.max_tokens:
             return 0
         return len(self.answer.logprobs) if self.ended else self._num_tokens
 
     def next_choice(self) -> tuple[dict[str, Any] | None, bool]:
-        """The choice of the next chunk, None if nothing is new; and whether there is more already."""
+        """Returns the choice of the next chunk, or None if nothing is new, and True if there is more
+        already.
+        """
         answer = self.answer
         request = answer.request
         parsed = self._parsed
@@ -88,7 +90,7 @@ class ChoiceStream:
         return None if is_empty else choice, more
 
     def _next_entries(self, echo: list[Any], over: bool) -> tuple[list[Any], bool]:
-        """The next entries with log-probabilities, and whether no more are known."""
+        """Returns the next entries with log-probabilities, and True if no more are known."""
         if self._parsed.logprobs is None:
             return [], True
         of_answer = self.answer.alternatives if self._parsed.max_tokens else []
@@ -121,7 +123,7 @@ class ChoiceStream:
 
 
 def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
-    """The fields of a chunk's delta: those that are not empty."""
+    """Returns the fields of a chunk's delta that are not empty."""
     fields: dict[str, Any] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
     if delta.content:
         fields["content"] = delta.content
@@ -146,7 +148,7 @@ async def stream_chunks(
 
     Args:
         requests: the engine request of each prompt.
-        usage: called at the end, for a last chunk with the usage; None: no such chunk.
+        usage: called at the end, for a last chunk with the usage. None: no such chunk.
         head: id, created, model, seed.
         continuous_usage: each chunk has the usage so far: all tokens that were sent.
     """
@@ -189,7 +191,7 @@ async def _choices(
 
 
 def check_answer(answer: Answer) -> None:
-    """Raises the error that ended an answer; APIError if the deadline passed before it had a token."""
+    """Raises the error that ended an answer. Raises APIError if the deadline passed before it had a token."""
     answer.request.raise_error()
     if answer.ended_by == "deadline" and not answer.logprobs:
         raise APIError(503, "the server's deadline passed before the answer had a token: try again later")

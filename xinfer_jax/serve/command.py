@@ -203,7 +203,9 @@ main = command_main(PARSER, _run)
 
 
 def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | None:
-    """A socket at the address of a flag, and the secret of its connections; None: the flag is not given."""
+    """Returns a socket at the address of a flag, and the secret of its connections. None: the flag is not
+    given.
+    """
     if not (address := flags[name].value):
         return None
     (host, port) = parse_host_port(f"--{name}", address)
@@ -212,7 +214,7 @@ def _listen_with_secret(flags: Any, name: str) -> tuple[socket.socket, bytes] | 
 
 
 def _check_admin_flags(flags: Any, has_keys: bool) -> None:
-    """Raises InputError where flags for requests of admins, or for trainers, lack others."""
+    """Raises InputError if flags for requests of admins, or for trainers, lack others."""
     for name in ("adapter_dir", "weight_dir"):
         if flags[name].value and not has_keys:
             raise InputError(f"--{name} and --admin_key_file belong together: give both")
@@ -231,7 +233,7 @@ def _check_admin_flags(flags: Any, has_keys: bool) -> None:
 
 
 def _check_names(adapters: Any, *names: str) -> None:
-    """names: of the model."""
+    """Raises InputError if an adapter has a name of the model. names: the names of the model."""
     for name in names:
         if name in adapters:
             flag = f"--adapter={name}={adapters[name]}"
@@ -239,7 +241,7 @@ def _check_names(adapters: Any, *names: str) -> None:
 
 
 def _check_roles(flags: Any) -> None:
-    """Raises InputError where flags of several processes with roles contradict others."""
+    """Raises InputError if flags of several processes with roles contradict others."""
     if bool(flags.role) != bool(flags.peer):
         raise InputError("--role and --peer belong together: give both")
     own = "peers" if flags.peers else "role"
@@ -259,7 +261,7 @@ def _check_roles(flags: Any) -> None:
 
 
 def _serve_role(flags: Any, options: EngineOptions) -> int:
-    """What a prefill or decode process does: works for the front process until that ends, or a signal."""
+    """Runs a prefill or decode process. It works for the front process until that ends, or until a signal."""
     from ..engine.engine import LocalEngine
     from .peer_worker import PeerWorker
 
@@ -305,11 +307,12 @@ def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[Base
     """Loads the model and makes the engine.
 
     Args:
-        service: that gets the engine.
-        flags: of the command.
-        peers: where other processes connect, and their secret; None: the engine is in this process.
-        trainers: where trainers send weights, and their secret; None: none do.
-        failed: an error is appended.
+        service: the service that gets the engine.
+        flags: the flags of the command.
+        peers: the address to which other processes connect, and their secret. None: the engine is in this
+            process.
+        trainers: the address to which trainers send weights, and their secret. None: none do.
+        failed: a list to which an error is appended.
     """
     from ..cli.answer import sampling_from_flags
     from ..cli.startup import open_model
@@ -382,7 +385,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connection_limits(flags: Any) -> tuple[int, int]:
-    """The limits of open connections: in all, and of one address."""
+    """Returns the limits of open connections: in total, and for one address."""
     files = _raise_file_limit(max(2 * _MAX_CONNECTIONS, _RESERVED_FILES + (flags.max_connections or 0)))
     most = flags.max_connections or max(1, min(_MAX_CONNECTIONS, files // 2))
     if flags.max_connections and most > files - _RESERVED_FILES:
@@ -416,7 +419,7 @@ def _raise_file_limit(wanted: int) -> int:
 def _read_keys(
     path: str | None, flag: str = "api_key_file", variable: str | None = _KEY_VARIABLE
 ) -> tuple[bytes, ...]:
-    """The keys of a flag's file, or of an environment variable: one a line."""
+    """Returns the keys of a flag's file, or of an environment variable: one a line."""
     text = os.environ.get(variable, "") if variable else ""
     source = f"${variable}"
     if path:

@@ -28,8 +28,9 @@ class Connections:
     """The open connections of a server, by address.
 
     A connection *waits* while its client has to act: to send a request, or to read a response. At a limit, a
-    new connection aborts the one that has waited longest: at the limit per address, of the same address; at
-    the total limit, of the address with the most connections. It is rejected only if none waits.
+    new connection aborts the connection that has waited longest. At the limit per address it is one of the
+    same address. At the total limit it is one of the address with the most connections. The new connection is
+    rejected only if none waits.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -44,7 +45,7 @@ class Connections:
         self.most_discarded = settings.max_body_bytes
 
     def add(self, host: str) -> str | None:
-        """Counts a new connection. Returns the address under which it counts; None: it must be rejected."""
+        """Counts a new connection. Returns the address under which it counts. None: it must be rejected."""
         is_proxy = self.is_proxy(host)
         address = host if is_proxy else address_group(host)
         if not is_proxy and self._open[address] >= self._most_per_address:
@@ -60,8 +61,8 @@ class Connections:
         return is_within(address, self._proxies)
 
     def abort_waiting(self, address: str | None = None) -> bool:
-        """Aborts a waiting connection of this address, or of that which has the most connections; a proxy's
-        only if no other waits. Returns whether there was one.
+        """Aborts a waiting connection of this address, or of the address with the most connections. A
+        connection of a proxy is aborted only if no other waits. Returns True if there was one.
         """
         waiting = [one for one in self._waiting if address in (None, one.address)]
         if waiting:
@@ -76,7 +77,9 @@ class Connections:
             self._waiting.setdefault(connection)
 
     def count_request(self, address: str) -> bool:
-        """Counts a request. Returns whether the address sends so many that its next ones have to wait."""
+        """Counts a request. Returns True if the address sends requests so fast that its next ones have to
+        wait.
+        """
         now = time.monotonic()
         left, last = self._left.get(address, (_BURST, now))
         left = min(_BURST, left + _REQUESTS_PER_SECOND * (now - last)) - 1
@@ -95,7 +98,8 @@ class Connections:
 class Connection(H11Protocol):
     """One connection. It is closed if the head of a request, the first or a later one, does not arrive in
     time, and aborted if the client stops reading: uvicorn would keep the response in memory forever. It is
-    also closed if the client sends what `LimitedParser` rejects, or too much of a body after its response.
+    also closed if the client sends data that `LimitedParser` rejects, or too much of a body after its
+    response.
     """
 
     conn: LimitedParser
@@ -115,7 +119,7 @@ class Connection(H11Protocol):
         connections.set_waiting(self, True)
 
     def abort(self) -> None:
-        """Closes the connection at once; unread data is lost."""
+        """Closes the connection at once. Unread data is lost."""
         self.aborted = True
         self._connections.set_waiting(self, False)
         if self.transport is not None:
@@ -179,7 +183,7 @@ class Connection(H11Protocol):
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Rejects what is no request, and closes the connection."""
+        """Rejects data that is no request, and closes the connection."""
         error = self.conn.error
         assert error is not None
         if self.cycle is not None and not self.cycle.response_complete:

@@ -1,5 +1,6 @@
-"""Limits on what clients make the event loop read and parse. `LimitedParser` bounds heads, trailers, chunks,
-and the work of one read. `Backlog` shares further work among addresses, in a small part of the loop's time.
+"""Limits on the data that clients make the event loop read and parse. `LimitedParser` bounds heads, trailers,
+chunks, and the work of one read. `Backlog` shares further work among addresses, in a small part of the loop's
+time.
 
 Needs h11 0.16 or newer: `_receivebuffer`, and `Connection._receive_buffer`.
 """
@@ -78,7 +79,9 @@ class LimitedParser(h11.Connection):
         self.behind = False
 
     def next_event(self) -> Any:
-        """As h11's, but after a few events it has no more."""
+        """Returns the next event, as h11's method does. After a few events it returns that it needs more
+        data.
+        """
         if not self._left:
             self.behind = True
             return h11.NEED_DATA

@@ -1,4 +1,4 @@
-"""Sends responses: errors, JSON bodies and server-sent events. A client that reads nothing is disconnected; a
+"""Sends responses: errors, JSON bodies and server-sent events. A client that reads nothing is disconnected. A
 disconnected client is noticed at once.
 
 Waits are bounded by `asyncio.timeout`: `asyncio.wait_for` may swallow a cancellation on Python 3.11, and then
@@ -84,7 +84,7 @@ class TimedResponse(Response):
 
 
 def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: float) -> TimedResponse:
-    """A response with a complete JSON body, sent in slices."""
+    """Sends a response with a complete JSON body, sent in slices."""
 
     async def slices() -> AsyncIterator[bytes]:
         for at in range(0, len(body), _SLICE_BYTES):
@@ -98,8 +98,8 @@ def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: floa
 def typed_event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Server-sent events whose names are the `type` of each object. events: as in `event_stream`; they raise
-    no errors.
+    """Sends server-sent events whose names are the `type` of each object. events: see `event_stream`. They
+    raise no errors.
     """
 
     async def parts() -> AsyncIterator[bytes]:
@@ -113,7 +113,7 @@ def typed_event_stream(
 def event_stream(
     events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
 ) -> TimedResponse:
-    """Server-sent events. events: objects to send; None: a comment."""
+    """Sends server-sent events. events: objects to send. None: a comment."""
 
     async def parts() -> AsyncIterator[bytes]:
         try:
@@ -129,7 +129,9 @@ def event_stream(
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result:
-    """What the work returns. If the client disconnects first, it is cancelled: ClientDisconnect."""
+    """Runs the work and returns its result. If the client disconnects first, the work is cancelled and
+    ClientDisconnect is raised.
+    """
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -11,7 +11,9 @@ Networks = tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
 
 
 def parse_networks(texts: Sequence[str]) -> Networks:
-    """Parses networks such as 10.0.0.0/24; an address is a network of one. That of all is an InputError."""
+    """Parses networks such as 10.0.0.0/24. An address is a network of one. Raises InputError for the network
+    of all addresses.
+    """
     found = []
     for text in texts:
         try:
@@ -27,7 +29,7 @@ def parse_networks(texts: Sequence[str]) -> Networks:
 
 
 def is_within(host: str, trusted: Networks) -> bool:
-    """Whether a peer's address lies in one of the networks."""
+    """Returns True if a peer's address lies in one of the networks."""
     if not trusted:
         return False
     try:
@@ -37,7 +39,9 @@ def is_within(host: str, trusted: Networks) -> bool:
 
 
 def address_group(host: str) -> str:
-    """The name under which an address is counted: of IPv6 its /64, which one host often has as a whole."""
+    """Returns the name under which an address is counted. For IPv6 it is the /64, which one host often has as
+    a whole.
+    """
     try:
         address = _peer_address(host)
     except ValueError:
@@ -46,8 +50,8 @@ def address_group(host: str) -> str:
 
 
 def forwarded_client(peer: str, headers: Sequence[str], trusted: Networks) -> str:
-    """The client behind a trusted proxy: the right-most address in `X-Forwarded-For` that is no such proxy,
-    or the peer. The client itself may have written whatever is to the left of it.
+    """Returns the client behind a trusted proxy: the right-most address in `X-Forwarded-For` that is no such
+    proxy, or the peer. The client itself may have written whatever is to the left of it.
     """
     client = peer
     for text in reversed(",".join(headers).split(",") if headers else []):
@@ -80,7 +84,7 @@ def _parse_address(text: str) -> _Address:
 
 
 def _peer_address(host: str) -> _Address:
-    """Also of fe80::1%eth0."""
+    """Returns the address of a host, also of a text like fe80::1%eth0."""
     return _parse_address(host.partition("%")[0])
 
 

@@ -31,7 +31,7 @@ def list_to_json(values: Sequence[Any]) -> bytes:
 
 
 def join_json(parts: Iterable[bytes]) -> bytes:
-    """A JSON list of parts, each one or several values that are JSON already."""
+    """Returns a JSON list of parts, each one or several values that are JSON already."""
     return b"[%s]" % b",".join(parts)
 
 
@@ -43,7 +43,9 @@ def object_to_json(fields: dict[str, Any], **encoded: bytes) -> bytes:
 
 
 def objects_to_json(fields: dict[str, Any], name: str, values: Iterable[Any]) -> bytes:
-    """Encodes an object as JSON. values: of one more field, a list; they are encoded one by one."""
+    """Encodes an object as JSON. values: the values of one more field, a list. They are encoded one by
+    one.
+    """
     return object_to_json(fields, **{name: join_json(map(to_json, values))})
 
 
@@ -55,7 +57,7 @@ def response_to_json(
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
-    """Encodes the `response_body`. check: raises if no one needs it; head: more fields, as `usage`."""
+    """Encodes the `response_body`. check: raises if no one needs it. head: more fields, as `usage`."""
     choices = list[bytes]()
     versions = [own for out in outs for own in out.token_versions or ()]
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):

@@ -37,12 +37,12 @@ class Metrics:
         )
 
     def watch(self, engine: Engine) -> None:
-        """From now on, `collect` reports this engine, or these engines."""
+        """Makes `collect` report this engine, or these engines."""
         self._engine = engine
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Any]:
-        """The engine's metrics, for prometheus_client."""
+        """Yields the engine's metrics, for prometheus_client."""
         stats = self._engine.stats
         labels = [self._labels["model_name"]]
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
@@ -81,5 +81,5 @@ class Metrics:
             self._tpot.observe((times["ended"] - times["first"]) / (tokens[0] - 1))
 
     def text(self) -> bytes:
-        """All metrics, in Prometheus's text format."""
+        """Returns all metrics, in Prometheus's text format."""
         return generate_latest(self._registry)

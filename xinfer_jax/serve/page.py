@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def _build() -> tuple[str, dict[str, str]]:
-    """The page with its style and scripts inside, and headers that allow these by their hashes."""
+    """Returns the page with its style and scripts inside, and headers that allow these by their hashes."""
     here = Path(__file__).parent
     page = (here / "page.html").read_text(encoding="utf-8")
     allowed = []

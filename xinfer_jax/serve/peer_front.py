@@ -1,8 +1,8 @@
 """`PeerEngines`: a dispatcher over engines of other processes, in a process without weights. It holds the
-requests; processes that prefill or decode register with it, and may come and go.
+requests. Processes that prefill or decode register with it, and may come and go.
 
-They are jax processes of their own, because the members of one `jax.distributed` run end together. All
-messages go through this process, only pages go from one to another; pages that decoding wrote do not go back.
+They are separate jax processes, because the members of one `jax.distributed` run end together. All messages
+go through this process. Only pages go from one to another. Pages that decoding wrote do not go back.
 """
 
 import socket
@@ -29,7 +29,7 @@ class Peer:
     """An `EngineEndpoint` in another process, which has registered."""
 
     def __init__(self, channel: Channel, about: dict[str, Any], counts: dict[str, int]):
-        """about: what it says about itself."""
+        """Makes a peer. about: its description of itself."""
         self.channel = channel
         self.about = about
         self.role = about["role"]
@@ -44,7 +44,7 @@ class Peer:
         return time.monotonic()
 
     def counts(self) -> dict[str, int]:
-        """The counters that it reported last; once it is gone, those that are sums."""
+        """Returns the counters that it reported last. Once it is gone, only the counters that are sums."""
         return {name: x if not self.error or name in _SUMS else 0 for name, x in self.reported.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +61,9 @@ class PeerEngines(EngineLoop):
     version = 0  # the processes keep their weights
 
     def __init__(self, model: Model, listening: socket.socket, secret: bytes, log: Callable[[str], None]):
-        """Accepts processes from now on. model: without weights; listening: where they connect."""
+        """Accepts processes from now on. model: a model without weights. listening: the socket to which they
+        connect.
+        """
         self.create_parts()
         self.model = model
         self._log = log
@@ -90,7 +92,7 @@ class PeerEngines(EngineLoop):
 
     @property
     def missing(self) -> str:
-        """The role that no process has; "": none."""
+        """The role that no process has. "": none."""
         for role in ("prefill", "decode"):
             if not self._dispatcher.of_role(role):
                 return f"no {role} process is connected"
@@ -102,7 +104,7 @@ class PeerEngines(EngineLoop):
 
     @property
     def stats(self) -> EngineStats:
-        """Also of processes that have ended."""
+        """Returns the statistics, also of processes that have ended."""
         return collect_stats([*self.engines, *self._past], [self.counters])
 
     def check_local(self, what: str) -> None:

@@ -49,7 +49,7 @@ class PeerWorker:
     def __init__(
         self, engine: LocalEngine, address: tuple[str, int], secret: bytes, log: Callable[[str], None]
     ):
-        """Connects to the front process, and says who this is. engine: with a role and a thread."""
+        """Connects to the front process, and says who this is. engine: an engine with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
         self._work: dict[int, _Work] = {}  # by ticket
@@ -68,7 +68,9 @@ class PeerWorker:
         threading.Thread(target=self._send_counts, daemon=True).start()
 
     def run(self, stop: threading.Event) -> str:
-        """Handles messages until the front process is gone; returns why. "": it closed, or `stop` is set."""
+        """Handles messages until the front process is gone. Returns the reason. "": it closed, or `stop` is
+        set.
+        """
         handlers: dict[str, Callable[..., None]] = dict(
             submit=self._submit, send=self._send, receive=self._receive, release=self._release,
             forget=self._endpoint.forget, drop=self._drop,
@@ -142,7 +144,7 @@ class PeerWorker:
         self._endpoint.drop(ticket)
 
     def _withdraw(self, work: _Work | None) -> None:
-        """The pages of a row have arrived, or are not wanted."""
+        """Withdraws the pages of a row, which have arrived or are not wanted."""
         if work:
             work.target = 0
             if work.offer:
@@ -159,7 +161,7 @@ class PeerWorker:
             self._channel.send(name, ticket, *args)
 
     def _offer(self, target: int, contents: Any) -> None:
-        """Offers a row to the process where it has the ticket `target`."""
+        """Offers a row to the process that knows it by the ticket `target`."""
 
         def send_array(number: int, array: np.ndarray) -> None:
             self._channel.send("pages", target, ["array", number, array])
@@ -174,7 +176,9 @@ class PeerWorker:
 
 
 def _description(engine: LocalEngine, host: str) -> dict[str, Any]:
-    """What the front process has to know; `same` must be equal in all processes."""
+    """Returns the description of this process for the front process. `same` must be equal in all
+    processes.
+    """
     model = engine.model
     mesh = concrete_mesh_of(model.params)
     device = jax.devices()[0]

@@ -61,9 +61,9 @@ def load_json_body(
 
     Args:
         data: the body, of at most `most` bytes.
-        max_length: tokens of a prompt and its answer together.
-        most: bytes of any body.
-        list_name: the field that may have several prompts; each prompt allows `BYTES_PER_TOKEN` bytes for
+        max_length: the tokens of a prompt and its answer together.
+        most: the most bytes of any body.
+        list_name: the field that may have several prompts. Each prompt allows `BYTES_PER_TOKEN` bytes for
             each token of `max_length`. None: the body has one prompt.
     """
     levels, values, containers, prompts = scan_json(data, list_name)
@@ -103,9 +103,9 @@ def scan_json(data: bytes, list_name: str | None = "prompt") -> tuple[int, int, 
     """Measures JSON text without parsing it.
 
     Returns:
-        The levels of nesting; an upper bound of its values; its arrays and objects; the elements of the list
-        in the field `list_name` of the outermost object, if they are texts, lists or objects (token ids are
-        one prompt).
+        Four values: the levels of nesting, an upper bound of its values, its arrays and objects, and the
+        elements of the list in the field `list_name` of the outermost object. These count only if they are
+        texts, lists or objects (token ids are one prompt).
     """
     # Removes what a backslash escapes. The name of the list becomes one byte that JSON text cannot have.
     plain = bytes(data).replace(b"\\\\", b"_").replace(b'\\"', b"_").translate(None, b"\x01")

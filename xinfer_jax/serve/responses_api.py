@@ -29,10 +29,11 @@ class ResponsesAnswer:
     def __init__(
         self, request: ResponsesRequest, parsed: ParsedBody, tokenizer: Tokenizer, head: Mapping[str, Any]
     ):
-        """
+        """Makes an answer.
+
         Args:
-            request: what was asked.
-            parsed: the same as a chat.
+            request: the body of the request.
+            parsed: the same request as a chat.
             tokenizer: counts the tokens of reasoning.
             head: id, created, model and seed.
         """
@@ -51,7 +52,7 @@ class ResponsesAnswer:
         """Yields the events of a stream, and None whenever nothing is new for a while.
 
         Args:
-            chunks: of the chat.
+            chunks: the chunks of the chat.
             count_usage: calls a function that returns the usage, in a thread.
             chat_usage: the usage of the chat, at its end.
         """
@@ -94,7 +95,7 @@ class ResponsesAnswer:
         yield of_response(changed["status"], **changed)
 
     def whole(self, out: GenerateOutput, chat_usage: Mapping[str, Any]) -> bytes:
-        """The JSON of a whole response.
+        """Returns the JSON of a whole response.
 
         Args:
             out: the answer of the engine.
@@ -124,7 +125,7 @@ class ResponsesAnswer:
 
 
 def _item_to_json(item: dict[str, Any]) -> bytes:
-    """The JSON of an item; log-probabilities are encoded one by one."""
+    """Returns the JSON of an item. Log-probabilities are encoded one by one."""
     (part,) = item.get("content") or [{}]
     if "logprobs" not in part:
         return to_json(item)

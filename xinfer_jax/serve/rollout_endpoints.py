@@ -54,7 +54,7 @@ class RolloutEndpoints:
         return JSONResponse(dict(weight_version=self._engine.version))
 
     async def update_weights(self, request: HTTPRequest) -> Response:
-        """Replaces the weights by those of a directory."""
+        """Replaces the weights by the weights of a directory."""
         return await self._respond(request, self._update, ["update_info"])
 
     async def _respond(
@@ -125,5 +125,5 @@ class RolloutEndpoints:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a checkpoint may be read from, in folders too."""
+    """Returns the files that a checkpoint may be read from, in folders too."""
     return [*path.rglob("*")]

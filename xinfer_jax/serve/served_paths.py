@@ -16,7 +16,7 @@ def directory_below(
     Args:
         root: the directory of the flag.
         flag: its name, for errors.
-        field: of the body that names the path.
+        field: the field of the body that names the path.
         given: the value of that field.
         files: returns the files that will be read of a directory.
 

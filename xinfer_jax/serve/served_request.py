@@ -66,7 +66,7 @@ class ServedRequest:
 
 
 def usage_with_cached(parsed: ParsedBody, requests: Sequence[Request]) -> dict[str, Any]:
-    """The response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts."""
+    """Returns the response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts."""
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
     rows = [answer.logprobs for request in requests for answer in request.answers]
     return dict(usage(parsed, rows), prompt_tokens_details=cached)

@@ -59,7 +59,7 @@ class Service:
     """Answers HTTP requests for completions with one model."""
 
     def __init__(self, settings: ServerSettings, log: Callable[[str], None]):
-        """log: writes a line of the log."""
+        """Makes a service. log: a function that writes a line of the log."""
         self.settings = settings
         self.log = log
         self.load_error = ""  # why the model cannot be loaded
@@ -72,7 +72,7 @@ class Service:
         self.defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions, engine: Any = None) -> None:
-        """Makes the engine, unless it is given; afterwards the service can answer."""
+        """Makes the engine, unless it is given. Afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.tokenizer = model.tokenizer
@@ -85,17 +85,19 @@ class Service:
 
     @property
     def model(self) -> Model | None:
-        """The model with the weights of the last update; None: it is not loaded yet."""
+        """The model with the weights of the last update. None: it is not loaded yet."""
         return self.engine.model if self.engine else None
 
     @property
     def max_model_len(self) -> int | None:
-        """The maximum number of tokens of a prompt and its answer; None: not known yet."""
+        """The maximum number of tokens of a prompt and its answer. None: not known yet."""
         return self.engine.usable_capacity if self.engine else None
 
     @property
     def in_flight(self) -> Counter[str]:
-        """For each client, its answers that have not ended; a complete body is one until it is parsed."""
+        """Returns, for each client, the number of its answers that have not ended. A complete body counts as
+        one answer until it is parsed.
+        """
         return self.admission.used["answers"]
 
     async def error_response(self, request: HTTPRequest, error: Exception) -> Response:
@@ -113,7 +115,7 @@ class Service:
             self.grammars.close()
 
     def unavailable_reason(self) -> str:
-        """Why no request can be answered now; "": requests can be answered."""
+        """Returns the reason why no request can be answered now. "": requests can be answered."""
         if self.load_error or self.engine is None:
             return self.load_error or "the model is being loaded: try again later"
         if self.closing:
@@ -211,7 +213,7 @@ class Service:
         served.set_submitted(parsed, requests)
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
-        """The JSON object of a body. Empties `data`, so that the bytes are freed."""
+        """Returns the JSON object of a body. Empties `data`, so that the bytes are freed."""
         assert self.engine is not None
         body = load_json_body(data[0], self.engine.usable_capacity, self.settings.max_body_bytes, list_name)
         data.clear()
@@ -220,7 +222,7 @@ class Service:
     def _format(
         self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any], answer: ResponsesAnswer | None
     ) -> bytes:
-        """The body of the response. Runs in a thread."""
+        """Returns the body of the response. Runs in a thread."""
         requests = served.requests
         for request in requests:
             for one in request.answers:
@@ -252,11 +254,11 @@ class Service:
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
     def check_model(self, body: dict[str, Any]) -> str | None:
-        """The adapter that the body names as its model; None: it names the model, or nothing."""
+        """Returns the adapter that the body names as its model. None: it names the model, or nothing."""
         return self.check_model_name(body.get("model") or self.settings.name)
 
     def check_model_name(self, name: Any) -> str | None:
-        """The adapter of this name; None: it is the model's. Raises APIError if nothing has it."""
+        """Returns the adapter of this name. None: it is the model's. Raises APIError if nothing has it."""
         settings = self.settings
         if name in (settings.name, settings.model):
             return None
@@ -280,7 +282,7 @@ class Service:
         return self.admission.admit(client, address)
 
     def is_authorized(self, request: HTTPRequest) -> bool:
-        """Whether the request has one of the keys, or none is needed."""
+        """Returns True if the request has one of the keys, or if no key is needed."""
         keys = self.settings.api_keys
         if is_admin := request.scope["path"] in ADMIN_PATHS:
             keys = self.settings.admin_keys
@@ -297,6 +299,6 @@ async def _wait_until_ended(requests: Sequence[Request]) -> None:
 
 
 def _key(request: HTTPRequest) -> bytes:
-    """The key of a request; b"": it has none."""
+    """Returns the key of a request, or empty bytes if it has none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes as received

@@ -54,25 +54,27 @@ class TextEndpoints:
         self._service = service
 
     async def tokenize(self, request: HTTPRequest) -> Response:
-        """The token ids of a text, or of messages."""
+        """Returns the token ids of a text, or of messages."""
         return await self._respond(request, partial(self._run, self._tokenize))
 
     async def detokenize(self, request: HTTPRequest) -> Response:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         return await self._respond(request, partial(self._run, self._detokenize))
 
     async def embeddings(self, request: HTTPRequest) -> Response:
-        """A vector for each text."""
+        """Returns a vector for each text."""
         self._check_one_process("/v1/embeddings")
         return await self._respond(request, self._embed)
 
     async def rerank(self, request: HTTPRequest) -> Response:
-        """Documents, those first that answer a query best."""
+        """Sorts documents, with the ones first that answer a query best."""
         self._check_one_process("/rerank")
         return await self._respond(request, self._rerank)
 
     async def score(self, request: HTTPRequest) -> Response:
-        """How well each document answers a query, or its own."""
+        """Scores how well each document answers a query. There is one query for all documents, or one for
+        each.
+        """
         self._check_one_process("/score")
         return await self._respond(request, self._score)
 
@@ -108,7 +110,7 @@ class TextEndpoints:
         return response
 
     def _body(self, data: list[bytes], list_name: str | None) -> dict[str, Any]:
-        """The fields of a body that are not null."""
+        """Returns the fields of a body that are not null."""
         body = self._service.load_body(data, list_name)
         if self._service.check_model(body) and list_name is not None:
             raise BodyError("model", "vectors and ranks are those of the model without an adapter: name that")
@@ -186,7 +188,9 @@ class TextEndpoints:
         parse: Callable[..., Any],
         list_name: str,
     ) -> Any:
-        """What `parse` makes of a body, in a thread. known: fields; list_name: that with many texts."""
+        """Parses a body with `parse` in a thread. known: the known fields. list_name: the field that may hold
+        many texts.
+        """
         escape = self._service.settings.escape
 
         def run() -> Any:
@@ -204,7 +208,9 @@ class TextEndpoints:
         return response
 
     async def _scores(self, reservation: Reservation, pairs: Pairs) -> tuple[list[float], dict[str, int]]:
-        """Computes the scores in batches, of which only one of all clients runs at a time; and the usage."""
+        """Computes the scores in batches, of which only one of all clients runs at a time. Returns the scores
+        and the usage.
+        """
         model = self._model
         lengths = pairs.lengths()
         scores = list[float]()
@@ -220,7 +226,9 @@ class TextEndpoints:
 
 
 def _check_known(path: str, body: dict[str, Any], known: set[str], model: Model | None = None) -> None:
-    """Raises BodyError for a field that is not known. model: that must have weights in this process."""
+    """Raises BodyError for a field that is not known. model: the model, which must have weights in this
+    process.
+    """
     if model is not None and not isinstance(model.params["final_norm"], jax.Array):
         raise APIError(404, f"{path} is not served by a process without weights")
     if others := sorted(body.keys() - known):

@@ -20,7 +20,7 @@ _CREDIT = 0.01  # seconds that a client counts as behind the others, at most
 
 
 def is_large(data: list[bytes]) -> bool:
-    """Whether work on this body may take long."""
+    """Returns True if work on this body may take long."""
     return len(data[0]) > _LARGE_BYTES
 
 
@@ -79,8 +79,8 @@ class FairLock:
 
 
 class WorkerPool:
-    """Runs the jobs of one server: of a client one small and one large job at a time, of all clients few
-    large ones. So a small job does not wait for a large one.
+    """Runs the jobs of one server. It runs one small and one large job of a client at a time, and few large
+    jobs of all clients. So a small job does not wait for a large one.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class WorkerPool:
         self._exclusive = FairLock()
 
     async def run(self, client: str, large: bool, work: Callable[[], Any], exclusive: bool = False) -> Any:
-        """Returns what the work returns. If this call is cancelled while it waits, the work never runs; a
-        running job counts against the limits until it ends, even if nobody waits for it.
+        """Runs the work and returns its result. If this call is cancelled while it waits, the work never
+        runs. A running job counts against the limits until it ends, even if nobody waits for it.
 
-        exclusive: the job uses all cores; only one such job runs at a time.
+        exclusive: True: the job uses all cores. Only one such job runs at a time.
         """
         per_client = self._per_client.get((client, large)) or asyncio.Semaphore(1)
         self._per_client[client, large] = per_client

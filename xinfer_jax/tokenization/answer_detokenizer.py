@@ -12,22 +12,22 @@ from .tokenizer import Tokenizer
 class AnswerDetokenizer:
     """Decodes the ids of one answer as they arrive, up to the first stop string.
 
-    Of a control token of Harmony a stop string has all or nothing.
+    A stop string never has a part of a control token of Harmony: it has all of the token or nothing.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         stops: the stop strings.
-        include_stop: the text includes the stop string.
-        skip_special_tokens, marked: as of `IncrementalDetokenizer`.
-        min_tokens: a stop string that ends within so many first tokens does not count.
-        content_after: stop strings count in the content only, not in the reasoning or, in Harmony, in calls;
-            this is what the prompt has of the answer already: <think>, a header of Harmony, or "". None: they
-            count everywhere.
+        include_stop: True: the text includes the stop string.
+        skip_special_tokens, marked: see `IncrementalDetokenizer`.
+        min_tokens: a stop string that ends within this number of first tokens does not count.
+        content_after: the part of the answer that the prompt has already: <think>, a header of Harmony, or
+            "". If it is given, stop strings count in the content only, not in the reasoning or, in Harmony,
+            in calls. None: they count everywhere.
         end_ids: EOS and stop ids, which have no text here.
 
     Attributes:
-        ended: no more text comes, as after a complete stop string.
-        stop_string: the one that ended the text; None: none did.
+        ended: no more text comes, for example after a complete stop string.
+        stop_string: the stop string that ended the text. None: none did.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class AnswerDetokenizer:
         self.ended = False
 
     def push(self, token: int | None) -> str:
-        """The text that this id completes. Text that may be the start of a stop string is returned later."""
+        """Returns the text that this id completes. Text that may be the start of a stop string is returned
+        later.
+        """
         if token is None or self.ended or token in self._end_ids:
             return ""
         text = self._until_stop(self._detokenizer.push(token), False)
@@ -65,7 +67,7 @@ class AnswerDetokenizer:
         return text.translate(self._spellings)
 
     def finish(self) -> str:
-        """The remaining text, once no more ids come."""
+        """Returns the remaining text, once no more ids come."""
         if self.ended:
             return ""
         text = self._until_stop(self._detokenizer.finish(), True)
@@ -102,13 +104,13 @@ class AnswerDetokenizer:
 
 
 def find_stop(stops: Sequence[str], text: str, least_end: int) -> tuple[int, int] | None:
-    """Start and end of the first stop string, then the shortest, that ends after `least_end`."""
+    """Returns start and end of the first stop string, then the shortest, that ends after `least_end`."""
     starts = ((text.find(stop, max(0, least_end + 1 - len(stop))), stop) for stop in stops)
     return min(((start, start + len(stop)) for start, stop in starts if start >= 0), default=None)
 
 
 def stop_prefix_start(stops: tuple[str, ...], text: str) -> int:
-    """Where the longest end of the text begins that is the start of a stop string."""
+    """Returns the start of the longest end of the text that is the beginning of a stop string."""
     prefixes, longest = _prefixes(stops)
     ends = range(max(0, len(text) - longest), len(text))
     return next((start for start in ends if text[start:] in prefixes), len(text))
@@ -116,8 +118,8 @@ def stop_prefix_start(stops: tuple[str, ...], text: str) -> int:
 
 @functools.lru_cache(8)
 def _prefixes(stops: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """The starts of the stop strings, without the strings, and the most characters of one; cached, since all
-    answers of a request share them. The most take 4 MiB.
+    """Returns the starts of the stop strings, without the strings, and the most characters of one. They are
+    cached, since all answers of a request share them. The most take 4 MiB.
     """
     prefixes = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
     return prefixes, max(map(len, prefixes), default=0)

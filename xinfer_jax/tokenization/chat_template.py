@@ -31,7 +31,7 @@ _COMPARING_TESTS = (
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Renders a template with its variables (messages, tools, bos_token, …). Raises InputError where it is
+    """Renders a template with its variables (messages, tools, bos_token, …). Raises InputError if it is
     broken, exceeds its budget, or raises an error for this conversation.
     """
     try:
@@ -55,7 +55,7 @@ _READ = {
 
 class _AddCounting(NodeTransformer):
     """Rewrites a template so that its costs are counted. Each pass through a loop or a macro spends the cost
-    of its nodes; what `_READ` names, and slices, go through filters, which a template cannot call: their
+    of its nodes. The names in `_READ`, and slices, go through filters, which a template cannot call: their
     names end in "!".
     """
 
@@ -89,7 +89,9 @@ def _apply_filter(name: str, first: nodes.Expr, *others: nodes.Expr) -> nodes.Ex
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks training targets; rendering ignores the tags."""
+    """Parses {% generation %} … {% endgeneration %}, which marks training targets. Rendering ignores the
+    tags.
+    """
 
     tags = {"generation"}
 
@@ -104,7 +106,7 @@ class _Namespace(Namespace):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The environment that templates written for transformers expect; for one rendering."""
+    """The environment that templates written for transformers expect, for one rendering."""
 
     intercepted_binops = frozenset(jinja2.sandbox.SandboxedEnvironment.default_binop_table)
 
@@ -148,7 +150,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.from_string(_AddCounting().visit(tree))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """Raises, where jinja2 would render nothing."""
+        """Raises an error, although jinja2 would render nothing."""
         raise jinja2.sandbox.SecurityError(
             f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
         )
@@ -213,7 +215,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _to_json(
         self, value: Any, ensure_ascii=False, indent: Any = None, separators=None, sort_keys=False
     ) -> str:
-        """JSON without the HTML escapes that jinja2 would add; templates for transformers expect none."""
+        """Returns JSON without the HTML escapes that jinja2 would add. Templates for transformers expect
+        none.
+        """
         if (indent if isinstance(indent, int) else len(indent or "")) > ITEM:
             raise limit_error(f"an indent of {indent!r}")
         settings = dict(indent=indent, separators=separators, sort_keys=sort_keys)

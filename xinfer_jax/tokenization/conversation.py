@@ -23,13 +23,13 @@ _CHARS_PER_TOKEN = 16  # a text with more characters per token of the limit is c
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions:
-    """How the chat template renders a conversation.
+    """The options by which the chat template renders a conversation.
 
     Attributes:
-        system, tools: as in `xinfer_jax.encode_prompt`.
-        variables: of the chat template; `add_generation_prompt` defaults to True.
-        escape: control tokens that the conversation spells are encoded as ordinary text.
-        continue_final_message: the ids end within the last message, so that the answer continues it.
+        system, tools: see `xinfer_jax.encode_prompt`.
+        variables: the variables of the chat template. `add_generation_prompt` defaults to True.
+        escape: True: control tokens that the conversation spells are encoded as ordinary text.
+        continue_final_message: True: the ids end within the last message, so that the answer continues it.
     """
 
     system: str | None = None
@@ -49,14 +49,14 @@ def prompt_ids(
     add_special_tokens: bool = True,
     truncate: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt: at least one; there may be more than the limit. Other arguments and errors
-    are as of `xinfer_jax.encode_prompt`.
+    """Returns the token ids of a prompt, at least one. There may be more than the limit. It also takes the
+    arguments of `xinfer_jax.encode_prompt`, and raises its errors.
 
     Args:
-        limit: tokens of the model's context. A text whose length alone shows that it has more raises
+        limit: the tokens of the model's context. A text whose length alone shows that it has more raises
             ContextLengthError.
-        chat: of a prompt that is not raw.
-        truncate: the caller truncates the ids, so a text longer than the context is accepted.
+        chat: the options of a prompt that is not raw.
+        truncate: True: the caller truncates the ids, so a text longer than the context is accepted.
     """
     system = chat.system
     if system is not None and not isinstance(system, str):
@@ -95,7 +95,7 @@ def prompt_ids(
 
 
 def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any]]:
-    """The tools, copied; InputError: they have another form, or the chat template ignores them."""
+    """Returns the tools, copied. InputError: they have another form, or the chat template ignores them."""
     checked = check_tools(tools)
     if not tokenizer.template_tools.used:
         raise InputError("the chat template of this model ignores tools: leave them out")
@@ -113,8 +113,9 @@ def _template_variables(tokenizer: Tokenizer, tools: Any, variables: Mapping[str
 
 
 def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int], continued: str = "") -> bool:
-    """Whether a prompt ends within the reasoning: with <think>, which the chat template has opened for the
-    answer, or within that of a message that the answer continues. continued: the text of that message.
+    """Returns True if a prompt ends within the reasoning. This is so if the chat template has opened <think>
+    for the answer, or if the answer continues a message that ends within its reasoning. continued: the text
+    of that message.
     """
     if tokenizer is None:
         return False
@@ -124,8 +125,8 @@ def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int], continued
 
 
 def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:
-    """What follows the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`; None: the model
-    does not write Harmony: its vocabulary or its chat template lacks the control tokens.
+    """Returns the text after the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`. None:
+    the model does not write Harmony, because its vocabulary or its chat template lacks the control tokens.
     """
     if tokenizer is None or not tokenizer.writes_harmony:
         return None
@@ -136,8 +137,8 @@ def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | Non
 
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """Raises ContextLengthError where the text's length alone shows that it has more than `limit` tokens:
-    tokenizing such a text could take long. name: of the text.
+    """Raises ContextLengthError if the text's length alone shows that it has more than `limit` tokens:
+    tokenizing such a text could take long. name: the name of the text.
     """
     if len(text) > _CHARS_PER_TOKEN * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
         raise ContextLengthError(
@@ -147,7 +148,7 @@ def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) ->
 
 
 def _check_messages(prompt: Any, limit: int, template: str) -> list[dict[str, Any]]:
-    """The messages of a conversation, for the chat template; a text becomes a user's message."""
+    """Returns the messages of a conversation, for the chat template. A text becomes a user's message."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError(f"the prompt is empty: got {format_value(prompt)}, give some text")

@@ -8,8 +8,8 @@ _MAX_PENDING = 16  # ids without a complete text; a character has at most four
 
 
 class IncrementalDetokenizer:
-    """Returns the text of each id once its characters are complete; the joined text is `decode` of all ids,
-    or `decode_marked`. A push decodes few ids again: the pending ones, and those before them as context.
+    """Returns the text of each id once its characters are complete. The joined text is `decode` of all ids,
+    or `decode_marked`. A push decodes few ids again: the pending ids, and the ids before them as context.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, marked: bool = False):
@@ -19,7 +19,7 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []  # ids whose text has not
 
     def push(self, token: int) -> str:
-        """The text that this id completes; empty while a character is incomplete."""
+        """Returns the text that this id completes. It is empty while a character is incomplete."""
         self._pending.append(token)
         text = self.finish()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The text of the pending ids, once no more ids come."""
+        """Returns the text of the pending ids, once no more ids come."""
         return self._decode_after(self._context, self._pending)
 
     def _decode_after(self, context: list[int], ids: list[int]) -> str:
@@ -37,8 +37,8 @@ class IncrementalDetokenizer:
         return self._decode(context + ids)[len(self._decode(context)) :]
 
     def _split_pending(self, text: str) -> str:
-        """The text of the first pending ids, split where no character spans the split. So a long run of ids
-        without a complete text is not decoded again and again.
+        """Returns the text of the first pending ids, split at a point that no character spans. So a long run
+        of ids without a complete text is not decoded again and again.
         """
         for at in range(len(self._pending) - 4, 0, -1):
             first = self._pending[:at]

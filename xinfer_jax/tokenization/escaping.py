@@ -33,7 +33,7 @@ class ControlTokenEscaper:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str):
-        """template: that will be rendered."""
+        """Makes an escaper. template: the template that will be rendered."""
         self._tokenizer = tokenizer
         self._control, self._special = _control_tokens(tokenizer, template)
         self._marker = "".join(secrets.choice("0123456789") for _ in range(24))  # templates keep digits
@@ -42,7 +42,7 @@ class ControlTokenEscaper:
         self._parts = 0
 
     def mask_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`mask` of each message, with the control tokens of its role."""
+        """Runs `mask` of each message, with the control tokens of its role."""
         masked = []
         for message in messages:
             control = self._special if message.get("role") == "assistant" else self._control
@@ -73,8 +73,8 @@ class ControlTokenEscaper:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that was rendered from masked values: markers become ordinary text again. Raises
-        InputError for a spelling that the tokenizer cannot encode without its control token.
+        """Returns the ids of a text that was rendered from masked values: markers become ordinary text again.
+        Raises InputError for a spelling that the tokenizer cannot encode without its control token.
         """
         first, *rest = re.split(f"{self._marker}([0-9]{{6}})", text)
         # A spelling is split in two, and each part is encoded on its own: neither contains a control token.
@@ -96,14 +96,16 @@ class ControlTokenEscaper:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _mark(self, match: re.Match[str]) -> str:
-        """The marker for a spelled control token, which is remembered by its number."""
+        """Returns the marker for a spelled control token, which is remembered by its number."""
         if len(self._spelled) == 10**6:
             raise InputError("the conversation spells a million control tokens: leave them out")
         self._spelled.append(match[0])
         return f"{self._marker}{len(self._spelled) - 1:06d}"
 
     def _split_point(self, spelled: str) -> int:
-        """Where to split a spelling so that neither part spells a control token; 0: nowhere."""
+        """Returns the index at which a spelling is split so that neither part spells a control token, or 0 if
+        there is none.
+        """
         if spelled not in self._split_points:
             search = self._control.pattern.search
             points = (i for i in range(1, len(spelled)) if not (search(spelled[:i]) or search(spelled[i:])))
@@ -117,9 +119,9 @@ class ControlTokenEscaper:
 def encode_wrapped(
     tokenizer: Tokenizer, pieces: Sequence[str], escape: bool = True, template: str = ""
 ) -> list[int]:
-    """The ids of pieces as one text, without the tokenizer's special tokens around it. Pieces at even places
-    are of a template and may spell control tokens. Those between them are texts of a user and never become
-    control tokens, unless escape is False.
+    """Returns the ids of pieces as one text, without the tokenizer's special tokens around it. Pieces at even
+    places are of a template and may spell control tokens. Those between them are texts of a user and never
+    become control tokens, unless escape is False.
 
     Args:
         template: the whole template, if the pieces have a part of it.
@@ -135,7 +137,7 @@ def encode_wrapped(
 
 @functools.lru_cache(8)
 def _control_tokens(tokenizer: Tokenizer, template: str) -> tuple[_ControlTokens, _ControlTokens]:
-    """The control tokens, and the special ones among them. Cached: some tokenizers have thousands."""
+    """Returns the control tokens, and the special ones among them. Cached: some tokenizers have thousands."""
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {i: token for i, token in added.items() if token.special and token.content}
     named = {i: token for i, token in added.items() if token.content.strip() and token.content in template}
@@ -143,7 +145,9 @@ def _control_tokens(tokenizer: Tokenizer, template: str) -> tuple[_ControlTokens
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern that matches the longest of the texts: a trie, whose time does not grow with their number."""
+    """Returns a pattern that matches the longest of the texts: a trie, whose time does not grow with their
+    number.
+    """
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[:1], []).append(text[1:])

@@ -50,7 +50,9 @@ _MAX_SQUARES = 2**26  # the sum of the squared lengths of tokens whose merges ar
 
 
 class _Words(NamedTuple):
-    """How a text is split before merges: by the first pattern, its parts by the next, and so on."""
+    """The rules that split a text before merges. The first pattern splits the text, the next pattern splits
+    its parts, and so on.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is one
@@ -130,7 +132,7 @@ _WORDS = {
 
 
 def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer | None:
-    """Returns the tokenizer; None: there is none. vocab_size: rows of the embedding. Raises InputError."""
+    """Returns the tokenizer. None: there is none. vocab_size: rows of the embedding. Raises InputError."""
     found = {key.removeprefix(_KEY): x for key, x in file.metadata.items() if key.startswith(_KEY)}
     if found.get("model", "none") in ("none", "no_vocab"):
         return None
@@ -193,12 +195,12 @@ def _end_ids(found: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> l
 
 
 def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:
-    """Whether </s> is a word of the vocabulary, not its end token."""
+    """Returns True if </s> is a word of the vocabulary, not its end token."""
     return kind == _USER_DEFINED or kind != _CONTROL and model != "llama" or "<|tool_response>" in ids
 
 
 def _around(backend: Backend, texts: Mapping[str, str], names: list[str]) -> Any:
-    """Returns a post-processor that adds BOS before a text, or EOS after it; None: neither is added."""
+    """Returns a post-processor that adds BOS before a text, or EOS after it. None: neither is added."""
     if absent := [name for name in names if f"{name}_token" not in texts]:
         name = absent[0]
         raise InputError(f"{_KEY}add_{name}_token is true, and {_KEY}{name}_token_id is no token")
@@ -211,7 +213,7 @@ def _around(backend: Backend, texts: Mapping[str, str], names: list[str]) -> Any
 
 
 def _list(found: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    """An array of the metadata, not empty; its items have one type."""
+    """Returns an array of the metadata, which is not empty. Its items have one type."""
     value = found.get(name)
     types = (int, float) if kind is float else kind
     if not isinstance(value, list) or not value or not isinstance(value[0], types):
@@ -220,7 +222,7 @@ def _list(found: Mapping[str, Any], name: str, kind: type) -> list[Any]:
 
 
 def _vocabulary(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """Ids of tokens, without those that only fill rows of the embedding."""
+    """Returns ids of tokens, without the ones that only fill rows of the embedding."""
     is_filling = lambda i: kinds[i] == _UNUSED and tokens[i] == f"[PAD{i}]"  # noqa: E731
     return {token: i for i, token in enumerate(tokens) if not is_filling(i)}
 
@@ -271,7 +273,9 @@ def _sentencepiece(found: Mapping[str, Any], tokens: list[str], kinds: list[int]
 def _scored_merges(
     scores: list[float], tokens: list[str], kinds: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """All pairs of tokens that are a token, those of the highest score first; user-defined tokens have 0."""
+    """Returns all pairs of tokens that are a token, the pairs of the highest score first. User-defined tokens
+    have score 0.
+    """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise InputError(f"{_KEY}tokens has tokens of up to {max(map(len, tokens))} characters: too long")
     merges = []

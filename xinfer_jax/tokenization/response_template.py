@@ -26,7 +26,7 @@ _QUANTIFIER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,2}),\}", 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What opens or closes a field."""
+    """A mark that opens or closes a field."""
 
     pattern: re.Pattern[str]  # finds it
     partial: re.Pattern[str]  # finds the last characters of a text that may become it
@@ -58,13 +58,13 @@ class ResponseTemplate:
         return any(field.name == "tool_calls" for field in self.fields)
 
     def begun(self, prompt: str) -> str:
-        """What a prompt has of the model's message already."""
+        """Returns the part of the model's message that a prompt already has."""
         ends = [found.end() for found in self.anchor.finditer(prompt)]
         return prompt[ends[-1] :] if ends else ""
 
 
 def parse_response_template(spec: Any) -> ResponseTemplate:
-    """Checks and compiles a template; InputError: another form, or a pattern that is not regular."""
+    """Checks and compiles a template. InputError: another form, or a pattern that is not regular."""
     if not isinstance(spec, Mapping) or {*spec} - _KEYS or spec.get("version", 1) != 1:
         raise InputError(f"response_template must be an object of version 1, got {format_value(spec)}")
     fields = spec.get("fields")
@@ -110,7 +110,9 @@ def _check_tags(where: str, pattern: Any) -> None:
 
 
 def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
-    """What opens or closes a field: a text, one of several, or a regular expression."""
+    """Returns the mark that opens or closes a field: a text, one of several texts, or a regular
+    expression.
+    """
     if (texts := spec.get(key)) is not None:
         texts = [texts] if isinstance(texts, str) else texts
         if not texts or not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
@@ -136,15 +138,15 @@ def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
 
 
 def _bounded(found: re.Match[str]) -> str:
-    """A quantifier without a bound gets one, so that the time of a search is linear in the text."""
+    """Gives a bound to a quantifier without one, so that the time of a search is linear in the text."""
     least = {"*": 0, "+": 1}.get(found[0], found[1])
     return found[0] if least is None else f"{{{least},{_MOST_REPEATED}}}"
 
 
 def _regular(pattern: str, blanks_may_touch: bool = False) -> Tree:
-    """The tree of a pattern for whose matches `re` needs no long search: of two repetitions one begins with a
-    character that the other lacks, or something between them does. Raises NotRegularError.
-    blanks_may_touch: repetitions of spaces may stand beside others.
+    """Returns the tree of a pattern for whose matches `re` needs no long search. For every two repetitions,
+    one begins with a character that the other lacks, or something between them does. Raises NotRegularError.
+    blanks_may_touch: True: repetitions of spaces may stand next to others.
     """
     tree = parse_regex(re.sub(r"\(\?P<\w+>", "(?:", pattern))
     parts = [*_parts(tree)]
@@ -162,7 +164,9 @@ _SPACES = parse_regex(r"\s")[1][0]
 
 
 def _parts(tree: Tree, must: bool = True) -> Iterator[tuple[Ranges, bool, bool]]:
-    """Sets of characters in order; whether each may repeat, and whether it must occur."""
+    """Returns sets of characters in order. For each set it says whether it may repeat, and whether it must
+    occur.
+    """
     kind = tree[0] if tree else ""
     if kind in ("join", "or"):
         for one in tree[1]:
@@ -184,7 +188,7 @@ def _overlap(one: Ranges, other: Ranges) -> bool:
 
 
 def _partial(tree: Tree) -> str:
-    """A regular expression of the ends of a text with which a text of the tree may begin."""
+    """Returns a regular expression of the ends of a text with which a text of the tree may begin."""
     kind = tree[0] if tree else ""
     if kind == "or":
         return f"(?:{'|'.join(map(_partial, tree[1]))})"

@@ -49,7 +49,9 @@ _PERCENT_FIELD = re.compile(r"%(?:\([^()]*\))?([-+ #0-9.*_^]*)")
 
 
 def _size(value: Any, most: float = float("inf"), depth: int = _MAX_DEPTH) -> int:
-    """The cost of printing or comparing a value with all its items; beyond `most`, any number above it."""
+    """Returns the cost of printing or comparing a value with all its items. Beyond `most`, it is any number
+    above it.
+    """
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -67,13 +69,13 @@ def _size(value: Any, most: float = float("inf"), depth: int = _MAX_DEPTH) -> in
 
 
 def limit_error(what: str) -> jinja2.TemplateError:
-    """The error for an operation that is not allowed."""
+    """Returns the error for an operation that is not allowed."""
     return jinja2.TemplateError(f"{what} is more than a conversation needs")
 
 
 class TemplateBudget:
-    """What a template may still spend: units of cost, and the thread's CPU time. All methods raise
-    jinja2.TemplateError where one is used up.
+    """The budget of a template: the units of cost and the thread's CPU time that it may still spend. All
+    methods raise jinja2.TemplateError if one of them is used up.
     """
 
     def __init__(self, variables: dict[str, Any]):
@@ -95,8 +97,8 @@ class TemplateBudget:
         return units
 
     def spend_result(self, value: Any) -> Any:
-        """Spends the cost of a new value, without the items that it only refers to. Returns the value; an
-        iterator as a list.
+        """Spends the cost of a new value, without the items that it only refers to. Returns the value. An
+        iterator is returned as a list.
         """
         if isinstance(value, abc.Iterator):
             items = []

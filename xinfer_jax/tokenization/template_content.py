@@ -103,7 +103,7 @@ PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 
 def transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """A transform with what the scope has in its places, like {content.name}."""
+    """Returns a transform with the values of the scope in its places, like {content.name}."""
     if isinstance(transform, Mapping):
         return {key: transformed(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
@@ -118,7 +118,7 @@ def transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def typed_arguments(arguments: Any, parameters: Parameters) -> dict[str, Any]:
-    """The arguments of a call as an object: texts are read as JSON where the schema's types say so."""
+    """Returns the arguments of a call as an object. A text is read as JSON if the schema's types say so."""
     if isinstance(arguments, str) and arguments:
         arguments = parse_json(arguments)
     arguments = arguments or {}

@@ -12,11 +12,12 @@ _TOOL_USE = "tool_use"
 
 
 def read_chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Returns the chat template, and the one that conversations with tools have, None where it is the same.
+    """Returns the chat template, and the chat template of conversations with tools, or None if it is the
+    same.
 
-    Files of their own come first, then tokenizer_config.json, then chat_template.json of a processor. Where
+    Separate files come first, then tokenizer_config.json, then chat_template.json of a processor. If
     templates have names and none is "default", the first one is a template that rejects every conversation.
-    settings: contents of tokenizer_config.json. Raises InputError.
+    settings: the contents of tokenizer_config.json. Raises InputError.
     """
     extra = sorted(path.glob("additional_chat_templates/*.jinja"))
     files = {_DEFAULT: path / "chat_template.jinja"} | {file.stem: file for file in extra}
@@ -33,7 +34,7 @@ def read_chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | Non
 
 
 def _declared_templates(file: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The templates of a JSON file by name: one text, an object, or a list of names and templates."""
+    """Returns the templates of a JSON file by name: one text, an object, or a list of names and templates."""
     value = settings.get("chat_template")
     if value is None:
         return {}

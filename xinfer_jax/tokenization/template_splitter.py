@@ -1,4 +1,4 @@
-"""`TemplateSplitter`: an answer's reasoning, content and calls, as a `ResponseTemplate` tells them apart."""
+"""`TemplateSplitter`: splits an answer into reasoning, content and calls, by a `ResponseTemplate`."""
 
 import dataclasses
 import re
@@ -15,10 +15,11 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class TemplateSplitter:
-    """Splits an answer, in parts as it is generated or whole. What may become a mark is held back until then.
+    """Splits an answer, in parts as it is generated or whole. Characters that may become a mark are held back
+    until then.
 
-    A call whose field ends is returned whole. One that cannot be parsed, or of another function, is content.
-    Reasoning that is not closed may end in calls, as in `ReasoningParser`.
+    A call whose field ends is returned whole. A call that cannot be parsed, or of another function, is
+    content. Reasoning that is not closed may end in calls, as in `ReasoningParser`.
     """
 
     def __init__(
@@ -29,12 +30,13 @@ class TemplateSplitter:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """
+        """Makes a splitter of one answer.
+
         Args:
-            template: of the checkpoint.
-            begun: what the prompt has of the message already.
-            parameters: the schema of each function that may be called; None: any function.
-            most_calls: calls after this many are dropped; None: no limit.
+            template: the response template of the checkpoint.
+            begun: the part of the message that the prompt has already.
+            parameters: the schema of each function that may be called. None: any function.
+            most_calls: calls after this many are dropped. None: no limit.
             new_id: returns the id of a call from its index.
         """
         self._template = template
@@ -65,11 +67,11 @@ class TemplateSplitter:
 
     @property
     def has_content(self) -> bool:
-        """Whether the answer has content, or nothing else."""
+        """Returns True if the answer has content, or nothing else."""
         return "content" in self._begun or not (self.found or self.calls)
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """The new reasoning, the new content, and the new calls. ended: this is the last part."""
+        """Returns the new reasoning, the new content, and the new calls. ended: this is the last part."""
         self._texts = dict(reasoning=[], content=[])
         self._deltas = []
         text = self._pending + text
@@ -90,14 +92,16 @@ class TemplateSplitter:
         return "".join(self._texts["reasoning"]), "".join(self._texts["content"]), self._deltas
 
     def _marks(self) -> list[tuple[TemplateField | None, Mark]]:
-        """What may come next: marks that open a field, or close this one."""
+        """Returns the marks that may come next: marks that open a field, or close this one."""
         close = [] if self._field is None or self._field.close is None else [(None, self._field.close)]
         if self._field is not self._rest:
             return list(close)
         return [*((field, field.open) for field in self._template.fields if field.open is not None), *close]
 
     def _next_mark(self, text: str, ended: bool) -> tuple[TemplateField | None, re.Match[str]] | None:
-        """The first mark that is decided: the longest where several begin, then one that opens a field."""
+        """Returns the first mark that is decided. If several begin at one place, it is the longest, then one
+        that opens a field.
+        """
         held = len(text) if ended else self._held(text)
         if not held:
             return None
@@ -106,7 +110,7 @@ class TemplateSplitter:
         return min(found, key=lambda one: (one[1].start(), -len(one[1][0])), default=None)
 
     def _held(self, text: str) -> int:
-        """Where the last characters begin that may become a mark."""
+        """Returns the start of the last characters that may become a mark."""
         partials = (mark.partial.search(text) for _, mark in self._marks())
         return min((partial.start() for partial in partials if partial), default=len(text))
 
@@ -141,7 +145,7 @@ class TemplateSplitter:
             self._begun.add(kind)
 
     def _end(self, closed_by: str) -> None:
-        """The field ends; the text after it belongs to the field without an opening."""
+        """Ends the field. The text after it belongs to the field without an opening."""
         field = self._field
         if field is not None and _kind(field) == "calls":
             try:
@@ -160,7 +164,7 @@ class TemplateSplitter:
         self._in_text = False
 
     def _calls_of(self, field: TemplateField) -> list[tuple[str, str]]:
-        """Names and arguments' JSON of the calls in the body."""
+        """Returns the names and arguments' JSON of the calls in the body."""
         value = PARSERS[field.content](self._body, field.arguments)
         if field.transform is not None and field.transforms_each:
             value = [transformed(field.transform, self._captures | one) for one in value]
@@ -216,7 +220,7 @@ class _TrailingTemplateCalls(TemplateSplitter, TrailingCalls):
 
 
 def _kind(field: TemplateField) -> str:
-    """What a field is here; "": it is left out."""
+    """Returns the kind of a field. "": the field is left out."""
     if field.name in _REASONING:
         return "reasoning"
     return {"content": "content", "tool_calls": "calls"}.get(field.name, "")

@@ -1,4 +1,4 @@
-"""`find_template_tools`: whether a chat template uses tools, and how it writes calls of them."""
+"""`find_template_tools` finds out whether a chat template uses tools, and how it writes calls of them."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ _USER = dict(role="user", content=_QUESTION)
 
 @dataclasses.dataclass(frozen=True)
 class TemplateTools:
-    """What a chat template does with tools."""
+    """The use that a chat template makes of tools."""
 
     used: bool  # the tools of a request are in its prompt
     format: str | None  # how it writes calls, the name of a `ToolCallForm`; None: in another

@@ -1,4 +1,6 @@
-"""How much of a text one token can cover: a long text is rejected by its length, without tokenizing it."""
+"""The amount of text that one token can cover. With it, a long text is rejected by its length, without
+tokenizing it.
+"""
 
 from typing import Any
 
@@ -9,8 +11,11 @@ from .tokenizer_limits import step_settings
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | None:
-    """Whether the unit is bytes, not characters; by what factor the normalizer can reduce their number; the
-    most that a token covers. None: the tokenizer may drop parts of a text.
+    """Returns three values, or None if the tokenizer may drop parts of a text:
+
+    - True if the unit is bytes, False if it is characters,
+    - the factor by which the normalizer can reduce their number,
+    - the most units that a token covers.
     """
     added = backend.get_added_tokens_decoder().values()
     normalizers = step_settings(backend.normalizer)
@@ -35,7 +40,7 @@ def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
-    """Whether a normalizer or a pre-tokenizer is known to drop nothing of a text."""
+    """Returns True if a normalizer or a pre-tokenizer is known to drop nothing of a text."""
     kept = ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace")
     return (
         part["type"] in kept

@@ -290,7 +290,9 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises into InputError. A panic of it is not even an Exception."""
+    """Turns errors of the tokenizers library into InputError. A panic of the library is not even an
+    Exception.
+    """
     try:
         yield
     except (TypeError, KeyboardInterrupt, SystemExit):
@@ -321,7 +323,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 def _add_declared_tokens(
     backend: tokenizers.Tokenizer, path: Path, settings: dict[str, Any]
 ) -> dict[str, str]:
-    """Adds the tokens that the checkpoint declares, as transformers does; returns the named ones' texts."""
+    """Adds the tokens that the checkpoint declares, as transformers does. Returns the texts of the named
+    ones.
+    """
     declared = settings.get("added_tokens_decoder")
     if declared is None:
         settings = settings | (read_json(path / "special_tokens_map.json") or {})
@@ -361,7 +365,7 @@ def _add_declared_tokens(
 
 
 def _tokens_of_file(path: Path, special: Collection[str]) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of added_tokens.json, which earlier versions of transformers wrote, by id."""
+    """Returns the tokens of added_tokens.json, which earlier versions of transformers wrote, by id."""
     found = read_json(path / "added_tokens.json") or {}
     return {
         i: tokenizers.AddedToken(text, special=text in special, normalized=text not in special)
@@ -389,7 +393,7 @@ def _response_template(settings: dict[str, Any]) -> ResponseTemplate | None:
 def eos_ids(
     generation: dict, config: dict, backend: tokenizers.Tokenizer | None = None, eos_token: str = ""
 ) -> list[int]:
-    """The ids that end an answer: from generation_config.json, else config.json, else the tokenizer's
+    """Returns the ids that end an answer: from generation_config.json, else config.json, else the tokenizer's
     eos_token, and Qwen's and Harmony's two stop tokens wherever the vocabulary has them. Without a tokenizer,
     only from the two files.
     """

@@ -1,7 +1,7 @@
-"""What transformers makes of tokenizer.json by the settings in tokenizer_config.json.
+"""The changes that transformers makes to tokenizer.json by the settings in tokenizer_config.json.
 
-Some classes of tokenizers take vocabulary and merges alone from tokenizer.json, and split text by rules of
-their own. They are followed where they differ from the file in details, such as the space before a text. If
+Some classes of tokenizers take vocabulary and merges alone from tokenizer.json, and split text by their own
+rules. These rules are followed if they differ from the file in details, such as the space before a text. If
 such a class would split words in other places, tokenizer.json is followed, with a warning.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_tokenizers.py and the classes.
@@ -60,12 +60,12 @@ _BEFORE_5 = re.compile(r"[0-4]\b|5(\.0)*\.?(dev|a|b|rc)")
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """How a class of tokenizers splits text.
+    """The rules by which a class of tokenizers splits text.
 
     Attributes:
-        steps: normalizer, pre_tokenizer and decoder.
-        model: attributes of the BPE model that are set.
-        tokens: the special tokens where tokenizer_config.json does not name others.
+        steps: the normalizer, pre_tokenizer and decoder.
+        model: the attributes of the BPE model that are set.
+        tokens: the special tokens, used if tokenizer_config.json does not name others.
     """
 
     steps: dict[str, Any]
@@ -146,15 +146,15 @@ _OTHER_CLASSES = (
 def follow_settings(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Changes the tokenizer as transformers does. Warns, with a sentence, of what is not followed.
+    """Changes the tokenizer as transformers does. Warns, with a sentence, of settings that are not followed.
 
     Args:
-        backend: from tokenizer.json.
-        settings: of tokenizer_config.json.
-        config: of config.json.
+        backend: the tokenizer from tokenizer.json.
+        settings: the content of tokenizer_config.json.
+        config: the content of config.json.
 
     Returns:
-        The special tokens by name where the settings do not name them.
+        The special tokens by name that the settings do not name.
     """
     tokens = _follow_class(backend, settings, config)
     _fix_mistral_words(backend, settings, config)
@@ -179,7 +179,7 @@ def _say(sentence: str) -> None:
 
 
 def tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """The name of transformers' class, without "Fast" at its end.
+    """Returns the name of transformers' class, without "Fast" at its end.
 
     is_byte_level: tokenizer.json has steps for bytes.
     """
@@ -220,8 +220,8 @@ def _follow_class(
 
 
 def _set_if_alike(backend: tokenizers.Tokenizer, rules: _Rules) -> bool:
-    """Sets the rules of a class unless they split words in other places than the tokenizer does. Returns
-    whether they are set.
+    """Sets the rules of a class unless they split words in other places than the tokenizer does. Returns True
+    if they are set.
     """
     if not isinstance(backend.model, models.BPE):
         return False
@@ -251,7 +251,9 @@ def _probed(backend: tokenizers.Tokenizer) -> list[int]:
 def _fix_mistral_words(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Some of Mistral's tokenizers were published with an older regular expression of words."""
+    """Replaces the regular expression of words. Some of Mistral's tokenizers were published with an older
+    one.
+    """
     is_large = backend.get_vocab_size() >= _MISTRAL_LEAST_VOCABULARY
     model_type = config.get("model_type")
     version = config.get("transformers_version")

@@ -1,6 +1,6 @@
-"""How large a tokenizer may be, and by what factor its steps may lengthen a text.
+"""Limits on the size of a tokenizer, and on the factor by which its steps may lengthen a text.
 
-A few replacements in turn lengthen a text by any factor, and the memory that a short text takes with it.
+A few replacements in turn lengthen a text by any factor, and with it the memory that a short text takes.
 """
 
 import base64
@@ -61,7 +61,7 @@ def check_token_count(count: int) -> None:
 
 
 def step_settings(*components: Any) -> list[dict[str, Any]]:
-    """The settings of each step of a tokenizer's components, also of sequences in sequences."""
+    """Returns the settings of each step of a tokenizer's components, also of sequences in sequences."""
     waiting = [json.loads(component.__getstate__()) for component in components if component is not None]
     found = []
     while waiting:
@@ -75,7 +75,7 @@ def step_settings(*components: Any) -> list[dict[str, Any]]:
 
 
 def _factor(step: dict[str, Any]) -> float:
-    """By what factor a step may lengthen a text, in bytes."""
+    """Returns the factor by which a step may lengthen a text, in bytes."""
     kind = step.get("type", "")
     if kind == "Replace":
         content = len(step["content"].encode())

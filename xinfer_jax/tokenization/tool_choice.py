@@ -75,7 +75,7 @@ def _served(function: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
 
 
 def known_format(tokenizer: Tokenizer) -> str:
-    """The form in which a chat template that uses tools writes calls; InputError: it is not known."""
+    """Returns the form in which a chat template that uses tools writes calls. InputError: it is not known."""
     if (call_format := tokenizer.template_tools.format) is None:
         raise InputError(
             "the chat template writes calls of tools in a form that is not served: leave tools out"

@@ -236,5 +236,7 @@ def parse_tool_calls(
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:
-    """The fields of a message or delta with the reasoning: by vLLM's name, and by DeepSeek's older one."""
+    """Returns the fields of a message or delta with the reasoning: by vLLM's name, and by DeepSeek's older
+    one.
+    """
     return dict(reasoning=reasoning, reasoning_content=reasoning)

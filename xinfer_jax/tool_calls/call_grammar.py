@@ -1,7 +1,7 @@
-"""What the grammars of calls have in common: rules for values that are valid for their schemas.
+"""The common part of the grammars of calls: rules for values that are valid for their schemas.
 
 The text is in llguidance's Lark syntax: a terminal is a regular expression, & and ~ are intersection and
-complement, %json is a JSON Schema.
+complement, and %json is a JSON Schema.
 """
 
 import json
@@ -41,8 +41,8 @@ def marked_calls(
     """Returns the grammar of answers that are calls between two marks.
 
     Args:
-        rules: of the functions, which are f0, f1, and so on.
-        count: of functions.
+        rules: the rules of the functions, which are f0, f1, and so on.
+        count: the number of functions.
         several: there may be more than one call.
         marks, separator: the expressions around a call and between two calls.
     """
@@ -77,7 +77,9 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 def described_properties(
     where: str, schema: Mapping[str, Any], name: re.Pattern[str], lacks: str
 ) -> dict[str, Any]:
-    """Returns the properties that a schema describes or requires. lacks: what their names may not have."""
+    """Returns the properties that a schema describes or requires. lacks: characters that their names may not
+    have.
+    """
     check_keywords(where, schema, OF_OBJECTS)
     described: dict[str, Any] = dict(schema.get("properties") or {})
     others = schema.get("additionalProperties") or {}
@@ -105,7 +107,7 @@ def unquoted_string(where: str, schema: Mapping[str, Any], no_end: str) -> str:
 
 
 def _searched(where: str, pattern: Any) -> str:
-    """A regular expression of the texts in which a pattern is found."""
+    """Returns a regular expression of the texts in which a pattern is found."""
     if not isinstance(pattern, str):
         raise InputError(f"{where}: pattern must be a regular expression, got {format_value(pattern)}")
     before = "" if pattern.startswith("^") else "(?s:.*)"

@@ -1,4 +1,4 @@
-"""`CallParser`: what the parsers of one call have in common; marks, of which a text may have a part."""
+"""`CallParser`: the common part of the parsers of one call. Also finds partial marks in a text."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,9 +10,9 @@ class CallParser:
     """Parses one call while it is generated.
 
     Attributes:
-        name: of the function; None: not known yet.
-        ended, failed: the call is complete; the text is not a call.
-        length: characters of the text so far that belong to the call, or precede what is wrong.
+        name: the name of the function. None: not known yet.
+        ended, failed: the call is complete, or the text is not a call.
+        length: the number of characters of the text so far that belong to the call, or precede the error.
     """
 
     # Takes a text, and returns how many of its characters it has read, and their JSON.
@@ -50,7 +50,9 @@ class CallParser:
 
 
 def length_of_partial_mark(text: str, marks: Iterable[str]) -> int:
-    """The length of the longest end of the text with which one of the marks begins; a whole one is not it."""
+    """Returns the length of the longest end of the text with which one of the marks begins. A whole mark does
+    not count.
+    """
     return max((_partial(text, mark) for mark in marks), default=0)
 
 

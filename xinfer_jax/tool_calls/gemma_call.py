@@ -163,7 +163,7 @@ class GemmaCallParser(CallParser):
 
 
 def _text_of(quoted: str) -> str:
-    """The text of a string in quotes of JSON or Python."""
+    """Returns the text of a string in quotes of JSON or Python."""
     body = quoted[1:-1]
     if quoted[0] == "'":
         body = _ESCAPED.sub(lambda found: {"\\'": "'", '"': '\\"'}.get(found[0], found[0]), body)
@@ -174,7 +174,7 @@ def _text_of(quoted: str) -> str:
 
 
 def _scalar_json(text: str) -> str:
-    """The JSON of a value without marks: a number, true, false, null, else a text."""
+    """Returns the JSON of a value without marks: a number, true, false, null, else a text."""
     word = _WORDS.get(text, text)
     try:
         parse_json(word)
@@ -184,7 +184,9 @@ def _scalar_json(text: str) -> str:
 
 
 def parse_loosely(text: str) -> Any:
-    """The value that a text is as JSON, as a Python literal or in Gemma's form. Raises ValueError: none."""
+    """Returns the value that a text is as JSON, as a Python literal or in Gemma's form. Raises ValueError:
+    none.
+    """
     parser = GemmaCallParser(Functions(None))
     call = f"call:f{{v:{text}}}"
     found = parser.push(call)
@@ -253,7 +255,7 @@ class _GemmaValues:
         return name
 
     def value(self, schema: Any) -> str:
-        """The expression of the values that a schema allows."""
+        """Returns the expression of the values that a schema allows."""
         if schema is True or isinstance(schema, Mapping) and not KEYWORDS & {*schema}:
             return "any"
         if not isinstance(schema, Mapping):
@@ -321,7 +323,9 @@ class _GemmaValues:
         return f'"[" ({item} ("," {item}){more}){"" if least else "?"} "]"'
 
     def _map(self, schema: Mapping[str, Any]) -> str:
-        """The expression of an object that describes no property: all its values are of one schema."""
+        """Returns the expression of an object that describes no property: all its values are of one
+        schema.
+        """
         check_keywords(self._where, schema, OF_OBJECTS)
         if schema.get("required"):
             return self.object(schema)
@@ -334,7 +338,7 @@ class _GemmaValues:
         return f'"{{" ({member} ("," {member})*)? "}}"'
 
     def object(self, schema: Mapping[str, Any]) -> str:
-        """The expression of an object: the properties that a schema describes, in its order."""
+        """Returns the expression of an object: the properties that a schema describes, in its order."""
         lacks = "spaces, quotes, commas, colons or brackets"
         properties = described_properties(self._where, schema, _PROPERTY, lacks)
         required = schema.get("required") or []

@@ -41,7 +41,9 @@ _RECIPIENT_PART = re.compile(r"to=functions\.[^\s<]{0,512}\s{0,8}<?[|chanel]{0,9
 
 
 def begins_in_harmony(text: str, ended: bool) -> bool | None:
-    """Whether an answer begins with a header whose control tokens are spelled; None: not known yet."""
+    """Returns True if an answer begins with a header whose control tokens are spelled, or None if it is not
+    known yet.
+    """
     body = text.lstrip()
     if len(text) - len(body) > _MOST_BLANKS:
         return False
@@ -52,14 +54,16 @@ def begins_in_harmony(text: str, ended: bool) -> bool | None:
 
 
 def header_fields(header: str) -> tuple[str, str | None]:
-    """The channel of a message, "" if it has none, and the function that it is to; None: to no function."""
+    """Returns the channel of a message, "" if it has none, and the function that it is to. None: to no
+    function.
+    """
     channel = _CHANNEL_NAME.search(header)
     name = _RECIPIENT.search(header)
     return channel[1] if channel else "", name[1] if name else None
 
 
 def last_header(text: str) -> tuple[str, str | None] | None:
-    """`header_fields` of the header that a text ends with; None: it ends within a message."""
+    """Returns `header_fields` of the header that a text ends with. None: it ends within a message."""
     text = text.removesuffix(MESSAGE)
     start = 1 + max(map(text.rfind, (START, MESSAGE, END, CALL, RETURN)))
     if text[start - 1 : start] == MESSAGE:  # of a message that <|channel|> ends
@@ -68,7 +72,7 @@ def last_header(text: str) -> tuple[str, str | None] | None:
 
 
 def with_marks(stops: Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as they are, and with characters for the control tokens that they spell."""
+    """Returns stop strings as they are, and with characters for the control tokens that they spell."""
     marked = map(_with_characters, stops)
     return tuple(dict.fromkeys((*stops, *marked)))
 
@@ -84,7 +88,7 @@ class SpelledControlTokens:
         self._pending = ""
 
     def push(self, text: str, ended: bool) -> str:
-        """The text that is known. ended: this is the last part."""
+        """Returns the text that is known. ended: this is the last part."""
         text = self._pending + text
         cut = len(text) if ended else len(text) - length_of_partial_mark(text, CONTROL_TOKENS)
         self._pending = text[cut:]
@@ -92,17 +96,19 @@ class SpelledControlTokens:
 
 
 class HarmonyParser:
-    """Splits an answer into reasoning, content and calls, as `ReasoningParser`.
+    """Splits an answer into reasoning, content and calls, as `ReasoningParser` does.
 
-    Messages on the channel `analysis` are reasoning. Those to a function that may be called are calls. All
-    others are content: `final`, what a model says on `commentary` before its calls (OpenAI: unlike the
-    reasoning, it is intended for users), and calls of other functions. Messages of a kind are separated by a
-    newline.
+    - Messages on the channel `analysis` are reasoning.
+    - Messages to a function that may be called are calls.
+    - All other messages are content: `final`, the text that a model writes on `commentary` before its calls
+      (OpenAI: unlike the reasoning, it is intended for users), and calls of other functions.
+
+    Messages of a kind are separated by a newline.
     """
 
     def __init__(self, calls: ToolCallParser | None, names: Collection[str] | None, header: str):
-        """calls: takes the calls; None: they are content. header: what follows the last <|start|> of the
-        prompt, with control tokens as characters.
+        """Makes a parser. calls: the parser of calls. None: calls are content. header: the text after the
+        last <|start|> of the prompt, with control tokens as characters.
         """
         self._calls = calls
         self._names = names
@@ -121,16 +127,18 @@ class HarmonyParser:
 
     @property
     def has_content(self) -> bool:
-        """Whether a message of content has begun, or nothing else has."""
+        """Returns True if a message of content has begun, or if nothing else has."""
         return self._has_message or not (self.found or self._calls and self._calls.calls)
 
     @property
     def in_content(self) -> bool:
-        """Whether the text so far ends within a message of content."""
+        """Returns True if the text so far ends within a message of content."""
         return self._kind == "content"
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new reasoning, the new content, and the new part of each call. ended: this is the last
+        part.
+        """
         self._reasoning = []
         self._content = []
         self._deltas = []
@@ -153,7 +161,7 @@ class HarmonyParser:
         return self._leave_header() + text[room:]
 
     def _leave_header(self) -> str:
-        """Begins a message of content, with the text of what is no header."""
+        """Begins a message of content, with the text that is no header."""
         text = _MARK.sub("", self._header[self._given :])
         self._begin_message("")
         return text
@@ -207,7 +215,7 @@ class HarmonyParser:
         self._kind = None
 
     def _end_header(self) -> None:
-        """The end of the answer: a text that is no part of a header is content."""
+        """Handles the end of the answer: a text that is no part of a header is content."""
         own = self._header[self._given :].rstrip(END + CALL + RETURN).strip()
         if own and not _MARK.search(own) and not _RECIPIENT.fullmatch(own):
             self._add("content", self._leave_header())
@@ -221,7 +229,7 @@ class HarmonySplitter:
         self._parser = HarmonyParser(ToolCallParser([HARMONY], None, None, str), None, header)
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """The new parts, each with whether it is content."""
+        """Returns the new parts, each with True if it is content."""
         parts = []
         for part in _MARK_OR_TEXT.findall(text):
             parts.append((part, self._parser.in_content))
@@ -255,7 +263,7 @@ class _ArgumentsParser(CallParser):
 
 
 def _grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-    """An answer is one call: the template writes no more."""
+    """Returns the grammar of an answer. It is one call: the template writes no more."""
     heads = (
         f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> a{i}'
         for i, name in enumerate(parameters)

@@ -1,8 +1,8 @@
 """`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
 
-Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
-write them as JSON in a text, or write some of them next to the name. They write a brace too many, and several
-objects or a list for one call.
+Models also write other forms. They put {"type": "function", "function": {…}} around it, leave arguments out
+if there are none, write them as JSON in a text, or write some of them next to the name. They write a brace
+too many, and several objects or a list for one call.
 """
 
 import json
@@ -31,8 +31,8 @@ class JSONCallParser(CallParser):
     """Parses one call in this form."""
 
     def __init__(self, functions: Functions, is_marked: bool = True):
-        """is_marked: a mark says that this is a call. Without it, an object that has no arguments, or fields
-        that are no parameters of the function, may be an answer in JSON.
+        """Makes a parser. is_marked: True: a mark says that this is a call. Without it, an object that has no
+        arguments, or fields that are no parameters of the function, may be an answer in JSON.
         """
         super().__init__()
         self._functions = functions
@@ -71,7 +71,9 @@ class JSONCallParser(CallParser):
         self.name = None if self.failed else str(name)
 
     def _end(self) -> str:
-        """Checks the whole object. Returns what is left of the arguments: all, if their key came first."""
+        """Checks the whole object. Returns the rest of the arguments. It is all of them if their key came
+        first.
+        """
         try:
             call = parse_json(self._text[: self.length])
             return self._end_call(call)
@@ -117,7 +119,7 @@ class JSONCallParser(CallParser):
         return arguments
 
     def _further_arguments(self, objects: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-        """The parameters of the function that stand next to its name, as fields of the call."""
+        """Returns the parameters of the function that stand next to its name, as fields of the call."""
         has_arguments = any(key in one for one in objects for key in _ARGUMENTS)
         own = _OWN if has_arguments else _OWN - {"id"}
         fields = {key: value for one in objects for key, value in one.items() if key not in own}
@@ -136,7 +138,7 @@ def json_call_rules(parameters: Mapping[str, Mapping[str, Any]], key: str) -> li
 
     Args:
         parameters: the schema of each function's parameters.
-        key: of the arguments in a call.
+        key: the key of the arguments in a call.
     """
     rules = []
     for i, (name, schema) in enumerate(parameters.items()):

@@ -1,4 +1,4 @@
-"""`JSONObjectScanner`: finds where a JSON object ends in a text that is still being generated."""
+"""`JSONObjectScanner`: finds the end of a JSON object in a text that is still being generated."""
 
 import dataclasses
 import re
@@ -44,7 +44,9 @@ class JSONObjectScanner:
     _literal: str = ""
 
     def push(self, text: str) -> int:
-        """How many characters of the text belong to the object, up to its end or to what is not JSON."""
+        """Returns the number of characters of the text that belong to the object, up to its end or to a
+        character that is not JSON.
+        """
         at = 0
         while at < len(text) and not self.ended and not self.failed:
             end = _RUNS.get(self._state, _SPACES).match(text, at).end()  # type: ignore[union-attr]
@@ -56,7 +58,7 @@ class JSONObjectScanner:
         return at
 
     def _take(self, character: str) -> bool:
-        """Moves to the next state; whether this character is a part of what was before."""
+        """Moves to the next state. Returns True if this character belongs to the part before."""
         if self._state == "literal":
             self.failed = not _LITERAL.fullmatch(self._literal)
             self._literal = ""

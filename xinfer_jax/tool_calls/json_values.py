@@ -8,8 +8,8 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # t
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError: no JSON, NaN, a number that is too large, or a value
-    nested more than `MAX_DEPTH` deep.
+    """Returns the value of a JSON text. Raises ValueError: no JSON, NaN, a number that is too large, or a
+    value nested more than `MAX_DEPTH` deep.
     """
     try:
         value = json.loads(text)
@@ -20,7 +20,7 @@ def parse_json(text: str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """The JSON of a value. Raises ValueError, as `parse_json`."""
+    """Returns the JSON of a value. Raises ValueError, as `parse_json`."""
     _check_depth(value)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
@@ -41,7 +41,7 @@ def _check_depth(value: Any) -> None:
 
 
 def type_names(value: Any) -> set[str]:
-    """The names that JSON Schema has for the type of a value."""
+    """Returns the names that JSON Schema has for the type of a value."""
     if value is None or isinstance(value, bool):
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):
@@ -53,5 +53,5 @@ def type_names(value: Any) -> set[str]:
 
 
 def json_line(value: Any) -> str:
-    """JSON on one line also for readers that split lines as `str.splitlines` does."""
+    """Returns JSON on one line also for readers that split lines as `str.splitlines` does."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)

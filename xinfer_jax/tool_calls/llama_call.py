@@ -1,4 +1,5 @@
-"""`LLAMA3_JSON`: calls as Llama 3 writes them, {"name": …, "parameters": {…}}; {"name": …}.
+"""`LLAMA3_JSON`: calls as Llama 3 writes them, one or several with semicolons between: {"name": …,
+"parameters": {…}}.
 
 There is no mark around them: an answer begins with one, perhaps after <|python_tag|>.
 """
@@ -25,7 +26,7 @@ def _find_start(text: str, ended: bool) -> int | None:
 
 
 def _grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-    """An answer is one call: the template writes no more."""
+    """Returns the grammar of an answer. It is one call: the template writes no more."""
     rules = json_call_rules(parameters, "parameters")
     return "\n".join([f"start: {any_function(len(parameters))}", *rules])
 

@@ -15,7 +15,9 @@ class Functions:
     """The functions that may be called."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None):
-        """schemas: of the parameters of each function; None: any function may be called."""
+        """Makes the functions. schemas: the schema of the parameters of each function. None: any function may
+        be called.
+        """
         self.schemas = schemas
         self._parameters: dict[str, Parameters] = {}
 
@@ -23,7 +25,7 @@ class Functions:
         return self.schemas is None or name in self.schemas
 
     def parameters(self, name: str) -> "Parameters":
-        """The parameters of one of the functions."""
+        """Returns the parameters of one of the functions."""
         if self.schemas is None:
             return Parameters({})
         if name not in self._parameters:
@@ -40,7 +42,7 @@ class Parameters:
 
     @functools.cached_property
     def described(self) -> Mapping[str, list[Any]] | None:
-        """The schemas of each parameter, by its name; None: the schema describes none."""
+        """The schemas of each parameter, by its name. None: the schema describes none."""
         found: dict[str, list[Any]] = {}
         parts = [*self._parts(self._root, ("allOf", "anyOf", "oneOf"))]
         of_properties = [part["properties"] for part in parts if isinstance(part.get("properties"), Mapping)]
@@ -49,14 +51,14 @@ class Parameters:
         return found if of_properties else None
 
     def types(self, name: str) -> set[str] | None:
-        """The names of the JSON types that a parameter may have; None: its schema does not say."""
+        """Returns the names of the JSON types that a parameter may have. None: its schema does not say."""
         if self.described is not None and name in self.described:
             return self.json_types({"anyOf": self.described[name]})
         more = self._root.get("additionalProperties")
         return self.json_types(more) if isinstance(more, Mapping) else {"string"}
 
     def json_types(self, schema: Any, depth: int = _MAX_DEPTH) -> set[str] | None:
-        """The names of the JSON types that a schema allows; None: it does not say."""
+        """Returns the names of the JSON types that a schema allows. None: it does not say."""
         if not isinstance(schema, Mapping) or not depth:
             return None
         found = [self._own_types(schema), self._any_types(schema, depth - 1)]
@@ -90,7 +92,7 @@ class Parameters:
         return set[str]().union(*(types or () for types in found))
 
     def _target(self, path: str) -> Any:
-        """The schema that a $ref within this one names; None: there is none."""
+        """Returns the schema that a $ref within this one names. None: there is none."""
         start, *keys = unquote(path).split("/")
         found: Any = self._root if start == "#" else None
         for key in keys:
@@ -102,7 +104,9 @@ class Parameters:
         return found
 
     def _parts(self, schema: Any, keys: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-        """The schema and those that it combines by $ref and these keywords, each of them once."""
+        """Yields the schema and the schemas that it combines by $ref and these keywords, each of them
+        once.
+        """
         pending = [schema]
         references = set[str]()
         while pending:
@@ -117,7 +121,9 @@ class Parameters:
                 pending.append(self._target(path))
 
     def merged(self, schema: Any) -> Any:
-        """The schema with the keywords that it has by $ref and allOf; as it is if two of them differ."""
+        """Returns the schema with the keywords that it has by $ref and allOf. If two keywords differ, it
+        returns the schema as it is.
+        """
         if not isinstance(schema, Mapping) or not {"$ref", "allOf"} & schema.keys():
             return schema
         found: dict[str, Any] = {}

@@ -64,7 +64,7 @@ class _Qwen3CoderCallParser(TaggedCallParser):
         return (int(text[0] == "\n"), self._begin_value()) if text else (0, "")
 
     def _may_have(self, key: str) -> bool:
-        """Whether a parameter of this name may follow; else its tag is text within a value."""
+        """Returns True if a parameter of this name may follow. Otherwise its tag is text within a value."""
         described = self._parameters.described
         return (described is None or key in described) and key not in self._keys
 
@@ -88,7 +88,7 @@ class _Qwen3CoderCallParser(TaggedCallParser):
 
 
 def _undecided(text: str) -> int:
-    """Where the last characters begin that may become the end of a value."""
+    """Returns the start of the last characters that may become the end of a value."""
     if partial := _PARTIAL_END.search(text):
         return partial.start()
     marks = (_VALUE_END, CALL_END, _FUNCTION_END, "<parameter=")

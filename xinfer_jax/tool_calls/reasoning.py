@@ -1,4 +1,4 @@
-"""What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
+"""The text between <think> and </think>, or between Gemma 4's marks, and the content after it."""
 
 from .call_parser import length_of_partial_mark
 from .gemma_call import GEMMA_CHANNEL, GEMMA_CHANNEL_END
@@ -20,7 +20,9 @@ class ReasoningParser:
     """
 
     def __init__(self, in_reasoning: bool, calls: ToolCallParser | None = None):
-        """in_reasoning: the prompt ends within the reasoning; calls: takes the content apart."""
+        """Makes a parser. in_reasoning: True: the prompt ends within the reasoning. calls: a parser that
+        splits the content.
+        """
         self._calls = calls
         self._trailing = calls.trailing() if calls else None
         self._state = "reasoning" if in_reasoning else "start"
@@ -32,11 +34,13 @@ class ReasoningParser:
 
     @property
     def has_content(self) -> bool:
-        """Whether the reasoning has ended, or there is none."""
+        """Returns True if the reasoning has ended, or if there is none."""
         return self._state in ("before content", "content")
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new reasoning, the new content, and the new part of each call. ended: this is the last
+        part.
+        """
         reasoning, content = self._split(text, ended)
         if self._calls is None:
             return reasoning, content, []
@@ -96,13 +100,13 @@ class ReasoningSplitter:
     """Splits an answer into parts that are content, and others, in the order of the text."""
 
     def __init__(self, start: str):
-        """start: what the prompt has of the answer already, such as <think>."""
+        """Makes a splitter. start: the part of the answer that the prompt has already, such as <think>."""
         self._parser = ReasoningParser(False)
         self._parser.push(start, False)
         self._unknown = ""  # may be the beginning of <think>, or content
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """The new parts, each with whether it is content. ended: this is the last text."""
+        """Returns the new parts, each with True if it is content. ended: this is the last text."""
         _, content, _ = self._parser.push(text, ended)
         text = self._unknown + text
         self._unknown = "" if self._parser.found or self._parser.has_content else text

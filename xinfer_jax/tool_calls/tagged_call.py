@@ -1,4 +1,5 @@
-"""`TaggedCallParser`: what forms share whose arguments stand between tags, as Qwen3-Coder's and GLM's do.
+"""`TaggedCallParser`: the common part of forms whose arguments stand between tags, for example Qwen3-Coder's
+and GLM's.
 
 The values have no types in such a form: the schema of the parameters tells them.
 """
@@ -20,7 +21,7 @@ _NAMES = re.compile(r"[^<>\s]{1,512}")  # of parameters, within tags
 
 
 class TaggedCallParser(CallParser):
-    """Parses one call. A subclass has the steps that read tags, and says where a value ends."""
+    """Parses one call. A subclass has the steps that read tags, and finds the end of a value."""
 
     def __init__(self, functions: Functions):
         super().__init__()
@@ -73,15 +74,15 @@ class TaggedCallParser(CallParser):
         return end, piece + ('"' if self._value is None else value_json(self._value, self._types))
 
     def _value_end(self, text: str) -> tuple[int, int | None]:
-        """Finds where a value ends, and where what follows it begins; None: it goes on, and the first number
-        says how many characters are known to belong to it.
+        """Returns the index of the end of a value, and the index after the mark that ends it. None: the value
+        continues, and the first number says how many characters are known to belong to it.
         """
         raise NotImplementedError
 
 
 def value_json(text: str, types: set[str] | None) -> str:
-    """The JSON of a value: the text read as JSON if the types allow that, or read as Python writes it if they
-    allow no text. Else it is the text itself.
+    """Returns the JSON of a value: the text read as JSON if the types allow that, or read as Python writes it
+    if they allow no text. Else it is the text itself.
     """
     found = None
     with suppress(ValueError):
@@ -95,7 +96,7 @@ def value_json(text: str, types: set[str] | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Tags:
-    """The tags of a form for its grammar; expressions are Lark's."""
+    """The tags of a form for its grammar. The expressions are Lark's."""
 
     function: Callable[[str], str]  # the expression before parameters, from the name of the function
     parameter: Callable[[str], str]  # the expression before a value, from the name of the parameter

@@ -16,28 +16,29 @@ FILLER = " \t\r\n}],"  # what models write too much of between a call and the ma
 
 @dataclasses.dataclass(frozen=True)
 class ToolCallForm:
-    """The form of calls of some models: marks, a parser, a grammar, and how it is found in a chat template.
+    """The form of calls of some models: marks, a parser, a grammar, and the way to find it in a chat
+    template.
 
     Attributes:
-        name: vLLM's name of it.
-        in_template: a regular expression that finds how a chat template begins a call of the function
-            `PROBE`, whose arguments are {"a": "b"}.
+        name: vLLM's name of the form.
+        in_template: a regular expression that finds the beginning of a call of the function `PROBE` in a chat
+            template. Its arguments are {"a": "b"}.
         parser: makes the parser of one call, which begins after `start`.
         grammar: returns the Lark text of answers that are calls and nothing else. Its arguments are the
             schema of each function's parameters, and whether an answer may have several calls. It raises
             `InputError` for a schema that calls of this form cannot follow.
-        start: the mark before a call; "": there is none, so `find_start` or `has_channels` tells.
+        start: the mark before a call. "": there is none, so `find_start` or `has_channels` tells.
         end: the mark after a call.
-        own_starts: how a call itself begins, if models leave `start` out at times.
-        first: one of these characters follows `start`, where other forms have the same `start`; "": any.
-        list_start: a bracket that models write between `start` and calls; "": none.
-        next_start: how another call begins that follows within the same marks; "": none does.
-        filler: characters that may stand between a call and what follows it; None: whitespace.
-        find_start: returns how many characters of a text, an answer's beginning, precede its first call.
-            None: this is not known yet, unless the text has ended, as the second argument says; -1: it
+        own_starts: the beginnings of a call itself, if models leave `start` out at times.
+        first: the characters of which one follows `start`, if other forms have the same `start`. "": any.
+        list_start: a bracket that models write between `start` and calls. "": none.
+        next_start: the beginning of another call that follows within the same marks. "": none does.
+        filler: characters that may stand between a call and the text after it. None: whitespace.
+        find_start: returns the number of characters of a text, an answer's beginning, that precede its first
+            call. None: this is not known yet, unless the text has ended, as the second argument says. -1: it
             begins with no call.
         tokens: marks that are special tokens of tokenizers, but a part of an answer's text.
-        has_channels: calls stand on a channel of their own, apart from content that may follow a grammar.
+        has_channels: True: calls stand on a separate channel, while content may follow a grammar.
     """
 
     name: str
@@ -57,7 +58,7 @@ class ToolCallForm:
 
 
 def tool_call_form(name: str) -> ToolCallForm:
-    """Returns the form of a name; InputError: it is in no line of `plugins.py`."""
+    """Returns the form of a name. InputError: it is in no line of `plugins.py`."""
     known = names(TOOL_CALLS)
     if name not in known:
         raise InputError(f"formats may have {', '.join(known)}, got {format_value(name)}: leave it out")

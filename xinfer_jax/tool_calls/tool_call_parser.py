@@ -43,9 +43,9 @@ class _Call:
 class ToolCallParser:
     """Splits a text into content and calls, in parts as it is generated or whole.
 
-    A call that is malformed, incomplete or of a function that is not known comes back as text. Its name and
-    the beginning of its arguments may have been returned by then; its index is not used again. Whitespace
-    beside calls is left out, but for that between two texts.
+    A call that is malformed, incomplete or of an unknown function comes back as text. Its name and the
+    beginning of its arguments may have been returned by then. Its index is not used again. Whitespace next to
+    calls is left out, except between two texts.
 
     Attributes:
         calls: id, name and arguments' JSON of each complete call.
@@ -58,8 +58,8 @@ class ToolCallParser:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """forms: of calls; parameters: the schema of each function that may be called; None: any function.
-        The others are as in `AnswerParser`.
+        """Makes a parser. forms: the forms of calls. parameters: the schema of each function that may be
+        called. None: any function. It also takes the other arguments of `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
         self._forms = forms
@@ -82,7 +82,7 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
 
     def push(self, text: str, ended: bool) -> tuple[str, list[ToolCallDelta]]:
-        """The new content, and what is new of each call. ended: this is the last part."""
+        """Returns the new content, and the new part of each call. ended: this is the last part."""
         self._content = []
         self._deltas = []
         text = self._pending + text
@@ -98,7 +98,7 @@ class ToolCallParser:
         """Called after each step of `push`, with the number of characters that are left for the next one."""
 
     def add(self, name: str, arguments: str) -> list[ToolCallDelta]:
-        """Adds a complete call. Returns what is new: nothing, if there are enough calls."""
+        """Adds a complete call. Returns the new part, or nothing if there are enough calls."""
         if len(self.calls) == self._most_calls:
             return []
         own = self._new_id(self._num_indices)
@@ -108,13 +108,15 @@ class ToolCallParser:
         return [delta]
 
     def trailing(self) -> "TrailingCallParser":
-        """A parser of these calls at the end of a text."""
+        """Returns a parser of these calls at the end of a text."""
         return TrailingCallParser(self._forms, self._functions.schemas)
 
     # Each state returns the text that is left for the next one.
 
     def _push_start(self, text: str, ended: bool) -> str:
-        """An answer begins with a call that has no mark before it, or with content."""
+        """Parses the beginning of an answer. It begins with a call that has no mark before it, or with
+        content.
+        """
         for form in self._leading:
             at = form.find_start(text, ended) if form.find_start else -1
             if at is None:
@@ -149,7 +151,7 @@ class ToolCallParser:
         return text[cut:]
 
     def _push_form(self, text: str, ended: bool) -> str:
-        """The first character after the mark tells which form a call has."""
+        """Finds the form of a call by the first character after the mark."""
         body = text.lstrip()
         if not body and not ended:
             self._pending = text
@@ -162,8 +164,8 @@ class ToolCallParser:
         return calls
 
     def begin(self, form: ToolCallForm, mark: str = "", name: str | None = None) -> None:
-        """The text from here on is a call. mark: the text before it that is content if it is none; name: of
-        the function, if a header has it.
+        """Begins a call with the text from here on. mark: the text before it that is content if it is none.
+        name: the name of the function, if a header has it.
         """
         self._call = _Call(mark, len(mark), form, form.parser(self._functions))
         self._call.parser.name = name
@@ -190,7 +192,7 @@ class ToolCallParser:
         return call.raw[call.start + parser.length :]
 
     def _push_failed(self, call: _Call) -> str:
-        """The text up to what is wrong, or up to the mark that ends a call, becomes content."""
+        """Turns the text up to the error, or up to the mark that ends a call, into content."""
         cut = max(call.start + 1, call.start + call.parser.length) if call.parser.failed else len(call.raw)
         if end := self._call_ends.search(call.raw, call.start, cut):
             cut = end.end()
@@ -199,7 +201,7 @@ class ToolCallParser:
         return call.raw[cut:]
 
     def _push_end_mark(self, text: str, ended: bool) -> str:
-        """What follows a call: another one within the same mark, or the mark that ends it."""
+        """Parses the text after a call: another call within the same mark, or the mark that ends it."""
         assert self._call is not None
         form = self._call.form
         mark = form.end
@@ -260,7 +262,9 @@ class TrailingCalls:
         raise NotImplementedError
 
     def push_text(self, text: str, ended: bool) -> str:
-        """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
+        """Returns the new text that is no call. ended: it is the last part, then `calls` has the calls at its
+        end.
+        """
         self._known = []
         self.held += text
         self.push(text, ended)
@@ -290,7 +294,7 @@ class TrailingCallParser(ToolCallParser, TrailingCalls):
         self._content = []
 
     def _num_undecided(self) -> int:
-        """How many characters before what is left may begin a call."""
+        """Returns the number of characters before the rest that may begin a call."""
         if self._state == self._push_call and self._call is not None:
             return len(self._call.raw)
         return len(self._pending) + (len(self._mark) if self._state == self._push_form else 0)

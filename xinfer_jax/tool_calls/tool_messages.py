@@ -1,4 +1,4 @@
-"""What a request says about tools: descriptions are checked, earlier calls prepared for a chat template."""
+"""The tools of a request: descriptions are checked, and earlier calls are prepared for a chat template."""
 
 import json
 import re
@@ -15,16 +15,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """The tools, copied.
+    """Returns a copy of the tools after checking them.
 
     Source: the OpenAI API.
 
     Args:
-        tools: [{"type": "function", "function": {"name": …, "description": …, "parameters": …}}, …]; the
-            parameters are a JSON Schema of an object, or absent; keywords of it that are null are left out.
+        tools: [{"type": "function", "function": {"name": …, "description": …, "parameters": …}}, …]. The
+            parameters are a JSON Schema of an object, or absent. Keywords of the schema that are null are
+            left out.
 
     Raises:
-        InputError: another value, too many functions, or several of one name.
+        InputError: there is another value, there are too many functions, or several have one name.
     """
     if not is_sequence(tools):
         raise InputError(f"tools must be a list of {TOOL_FORM}, got {format_value(tools)}")
@@ -58,7 +59,9 @@ def _check_tool(tool: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: Any) -> dict[str, Any] | None:
-    """The schema without keywords that are null, as some MCP servers write; None: it is not of objects."""
+    """Returns the schema without keywords that are null, as some MCP servers write. None: it is not of
+    objects.
+    """
     if not isinstance(schema, Mapping):
         return None
     found = {key: value for key, value in schema.items() if value is not None}
@@ -72,20 +75,22 @@ def _object_schema(schema: Any) -> dict[str, Any] | None:
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The schema of each function's parameters, by name. tools: from `check_tools`."""
+    """Returns the schema of each function's parameters, by name. tools: the result of `check_tools`."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
 def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """The message as templates expect it, copied.
+    """Returns a copy of the message in the form that templates expect:
 
-    Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Content that
-    is None is the refusal, or an empty text; calls that are None or an empty list are left out.
-    `reasoning` is also there as `reasoning_content`, and as `thinking` for a template of Harmony.
+    - Arguments of its calls are objects, as templates iterate over them. The API sends JSON texts.
+    - Content that is None is the refusal, or an empty text.
+    - Calls that are None or an empty list are left out.
+    - `reasoning` is also there as `reasoning_content`, and as `thinking` for a template of Harmony.
 
     Raises:
-        InputError: calls of another form, arguments that are no JSON object, a template without calls, or
-            several calls in a message of Harmony, whose template writes one.
+        InputError: the message has calls of another form, arguments that are no JSON object, or calls for a
+            template without calls. Or it has several calls for Harmony, whose template writes one per
+            message.
     """
     found = dict(message)
     if found.get("tool_calls", ()) in (None, []):
@@ -102,8 +107,9 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
 
 
 def _harmony_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The message for gpt-oss's template. Beside a call it takes a text as `content` or as `thinking`, and
-    writes either on the channel `analysis`: where a message has both, they are one `thinking`.
+    """Returns the message for gpt-oss's template. Next to a call it takes a text as `content` or as
+    `thinking`, and writes either on the channel `analysis`. If a message has both, they become one
+    `thinking`.
     """
     calls = message.get("tool_calls", [])
     if len(calls) > 1:

@@ -1,4 +1,4 @@
-"""A matrix with low-rank adapters beside it: LoRA (Hu et al. 2021), one for all rows or another for each; and
+"""A matrix with low-rank adapters: LoRA (Hu et al. 2021), one adapter for all rows or one for each row. Also
 a tied model's matrix whose embedding and head have different adapters.
 """
 
@@ -17,11 +17,12 @@ from .weight_leaf import WeightLeaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdaptedWeight(WeightLeaf):
-    """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T. Those of
+    """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T. Matrices of
     experts have a first axis X, and one adapter.
 
-    The product of the matrix has the bits that it has alone. Few rows have one kernel for both on GPUs and
-    TPUs, where another row's adapter, finite or not, changes nothing (`backends/kernels/product_kernels.py`).
+    The product of the matrix has the bits that it has alone. On GPUs and TPUs few rows have one kernel for
+    both, in which another row's adapter, finite or not, changes nothing
+    (`backends/kernels/product_kernels.py`).
     """
 
     base: Any  # an array [O, I] or a `WeightLeaf`
@@ -49,7 +50,9 @@ class AdaptedWeight(WeightLeaf):
         )  # fmt: skip
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        """The base may take other inputs than the adapters, so `product` asks it."""
+        """Returns x and the leaf of a device's shard. The base may take other inputs than the adapters, so
+        `product` asks it.
+        """
         return x, dataclasses.replace(self, axis_name=axis_name)
 
     def product(self, x: jax.Array) -> jax.Array:
@@ -61,7 +64,7 @@ class AdaptedWeight(WeightLeaf):
         return y + self.added(x)
 
     def added(self, x: jax.Array) -> jax.Array:
-        """float32 [..., O]: what the adapters add to the product of x."""
+        """Returns, float32 [..., O], the values that the adapters add to the product of x."""
         if self.adapter_B is None:
             return _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
         self.check_rows(x)
@@ -69,22 +72,22 @@ class AdaptedWeight(WeightLeaf):
         return jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
 
     def check_rows(self, x: jax.Array) -> None:
-        """Raises InputError where the rows of x are not those that have adapters."""
+        """Raises InputError if the rows of x are not the rows that have adapters."""
         if self.adapter_B is not None and len(self.adapter_B) != len(x):
             raise InputError(
                 f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"
             )
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Of the only adapter."""
+        """Returns rows of the matrix with the only adapter."""
         return _rows(self.base, index) + float_product(self.lora_b[0, index] * self.scale, self.lora_a[0].T)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class UntiedWeight(WeightLeaf):
-    """A tied model's matrix [V, D], where the embedding is another than the head; each is an array or a
-    `WeightLeaf`. Both may hold one base.
+    """A tied model's matrix [V, D] whose embedding and head differ. Each is an array or a `WeightLeaf`. Both
+    may hold one base.
     """
 
     embedding: Any
@@ -113,8 +116,8 @@ def _rows(matrix: Any, index: jax.Array) -> jax.Array:
 
 
 def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: float) -> jax.Array:
-    """float32 [..., O]: what an adapter adds to a product of x [..., I]. Its matrices are at least as wide as
-    x, since a product may round x to the dtype of the matrix.
+    """Returns, float32 [..., O], the values that an adapter adds to a product of x [..., I]. Its matrices are
+    at least as wide as x, since a product may round x to the dtype of the matrix.
     """
     (a_RI, b_OR) = (m.astype(jnp.promote_types(m.dtype, x.dtype)) for m in (a_RI, b_OR))
     return float_product((float_product(x, a_RI) * scale).astype(x.dtype), b_OR)
@@ -128,7 +131,9 @@ class RowAdapters(NamedTuple):
 
 
 def with_row_adapters(tree: Any, adapters: Any, adapter_B: Any) -> Any:
-    """The tree, which may be a part of the model's, with an `AdaptedWeight` where there are `RowAdapters`."""
+    """Returns the tree, which may be a part of the model's, with an `AdaptedWeight` in place of each matrix
+    that has `RowAdapters`.
+    """
     if isinstance(adapters, RowAdapters):
         return AdaptedWeight(tree, adapters.a, adapters.b, adapter_B)
     if isinstance(adapters, tuple):

@@ -1,5 +1,5 @@
-"""Quantizes float matrices on the devices where they lie, in programs of a shape: some outputs at a time, so
-that no whole matrix is in float32.
+"""Quantizes float matrices on their devices, in one program for each shape. It takes some outputs at a time,
+so that no whole matrix is in float32.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ _BLOCKS = 64  # of a matrix, one after another
 
 
 def quantized_on_device(matrix: jax.Array, name: str, quantize: str, group: int) -> QuantizedWeight:
-    """What `quantized_leaf` returns, by a program on the matrix's devices. 16-bit numbers that lie between
-    two levels may get the other one. Raises InputError: NaN, inf or too large numbers.
+    """Returns the same as `quantized_leaf`, by a program on the matrix's devices. 16-bit numbers that lie
+    between two levels may get the other level. Raises InputError for NaN, inf or too large numbers.
     """
     leaf: QuantizedWeight = _ON_DEVICE(matrix, bits_of(name, quantize), group)
     if not bool(jnp.isfinite(leaf.scale).all()):
@@ -50,7 +50,7 @@ def _on_device(matrix: jax.Array, bits: int, group: int) -> Any:
 
 
 def _block_on_device(block_OI: jax.Array, bits: int, group: int) -> Any:
-    """A leaf of some outputs; values of an `Int8Weight` have outputs last."""
+    """Returns a leaf of some outputs. Values of an `Int8Weight` have outputs last."""
     inputs = block_OI.shape[1]
     if bits == 8 and group >= inputs:
         max_O = jnp.abs(block_OI).max(1)

@@ -31,7 +31,7 @@ class Fp8Weight(QuantizedWeight):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a scale is for a block; False: for an output."""
+        """Returns True if each scale belongs to a block, False if it belongs to an output."""
         return self.scale.ndim == self.values.ndim
 
     @property

@@ -56,8 +56,9 @@ class GroupedWeight(RotatedWeight):
         return 0 if self.values.shape[-3] * self.group == self.inputs else self.group
 
     def for_tpu(self) -> WeightLeaf:
-        """Scales of packed groups are float32, since no kernel there reads float16. Packed experts that a
-        kernel takes are padded, unless they fill tiles. Leaves with steps stay.
+        """Returns the leaf for TPUs. Scales of packed groups are float32, since no kernel there reads
+        float16. Packed experts that a kernel takes are padded, unless they fill tiles. Leaves with steps
+        stay.
         """
         if self.values.dtype != np.uint8 or self.step is not None:
             return self
@@ -66,7 +67,9 @@ class GroupedWeight(RotatedWeight):
         return PaddedWeight.padded(weight) if is_plain and len(self.shape) > 2 else weight
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        """With an order, activations are gathered from all devices."""
+        """Returns the activations and the leaf for a device's shard. If there is an order, activations are
+        gathered from all devices.
+        """
         if self.order is not None:
             x = lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)[..., self.order]
         return x, dataclasses.replace(self, order=None, inputs=x.shape[-1], axis_name=axis_name)
@@ -85,7 +88,7 @@ class GroupedWeight(RotatedWeight):
         }
 
     def group_scale(self) -> jax.Array:
-        """float32 [Q, O]."""
+        """Returns float32 [Q, O]."""
         scale_QO = self.scale.astype(jnp.float32)
         return scale_QO if self.step is None else scale_QO * self.step
 
@@ -108,7 +111,7 @@ class GroupedWeight(RotatedWeight):
         return self.unrotated(matrix_IO.T)
 
     def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
-        """Offsets are multiplied with the sums of groups of activations."""
+        """Returns the product. Offsets are multiplied with the sums of groups of activations."""
         if self.offset is None:
             return super().product_of_rows(x_MI)
         y_MO = dataclasses.replace(self, offset=None).product_of_rows(x_MI)
@@ -120,7 +123,9 @@ class GroupedWeight(RotatedWeight):
 def grouped_struct(
     shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
 ) -> GroupedWeight:
-    """Shapes and types of a matrix [O, I] in groups of J; scale: its type; ordered: with an order."""
+    """Returns shapes and types of a matrix [O, I] in groups of J. scale: its type. ordered: True: it has an
+    order.
+    """
     (outputs, inputs) = shape
     struct: Any = jax.ShapeDtypeStruct
     Q = -(-inputs // J)
@@ -135,7 +140,7 @@ def grouped_struct(
 
 
 def group_size(shape: tuple[int, ...], bits: int) -> int:
-    """Returns how many inputs of a matrix [O, I] share a scale by default."""
+    """Returns the number of inputs of a matrix [O, I] that share a scale by default."""
     if min(shape) <= _SMALL:
         return _SMALL_GROUP[bits]
     return GROUP if bits == 4 else shape[1]
@@ -153,5 +158,5 @@ def pack_int4(levels_QJO: np.ndarray) -> np.ndarray:
 
 
 def unpack_int4(values_QYO: np.ndarray) -> np.ndarray:
-    """The 4-bit numbers, uint8 [Q, J, O], that `pack_int4` packed."""
+    """Returns the 4-bit numbers, uint8 [Q, J, O], that `pack_int4` packed."""
     return np.concatenate([values_QYO & 15, values_QYO >> 4], 1)

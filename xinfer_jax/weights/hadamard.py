@@ -22,13 +22,15 @@ _MIN_BLOCK = 16  # the narrowest; on the host a matrix of this size is a factor 
 
 
 def hadamard_rotate(x: jax.Array, width: int) -> jax.Array:
-    """Returns x [..., I] rotated in blocks of that width; computed in float32, of the type of x."""
+    """Returns x [..., I] rotated in blocks of that width. It is computed in float32, and has the type of
+    x.
+    """
     x_RW = x.astype(jnp.float32).reshape(-1, width) * _signs(width)
     return _multiply(x_RW).reshape(x.shape).astype(x.dtype)
 
 
 def hadamard_unrotate(x: jax.Array, width: int) -> jax.Array:
-    """Inverse of `hadamard_rotate`."""
+    """Returns the inverse of `hadamard_rotate`."""
     x_RW = _multiply(x.astype(jnp.float32).reshape(-1, width)) * _signs(width)
     return x_RW.reshape(x.shape).astype(x.dtype)
 
@@ -38,33 +40,35 @@ def _multiply(x_RW: jax.Array) -> jax.Array:
 
 
 def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
-    """`hadamard_rotate` of float32, in products so small that BLAS starts no threads of its own."""
+    """Does the same as `hadamard_rotate` in float32, in products so small that BLAS starts no threads."""
     x = (x_RI.reshape(-1, width) * _signs(width)).reshape(-1, width // _MIN_BLOCK, _MIN_BLOCK)
     return (_hadamard(width // _MIN_BLOCK) @ (x @ _hadamard(_MIN_BLOCK))).reshape(x_RI.shape)
 
 
 def input_block_width(inputs: int) -> int:
-    """Returns the width of the blocks in which a matrix's inputs can be rotated; 0: there is none."""
+    """Returns the width of the blocks in which a matrix's inputs can be rotated. 0: there is none."""
     power = min(_BLOCK, inputs & -inputs)
     return power if power >= _MIN_BLOCK else 0
 
 
 @functools.lru_cache(maxsize=8)
 def _hadamard(size: int) -> np.ndarray:
-    """The symmetric orthogonal matrix of a power of two, float32."""
+    """Returns the symmetric orthogonal matrix of a power of two, float32."""
     index = np.arange(size)
     return _parity(index[:, None] & index) / np.sqrt(np.float32(size))
 
 
 @functools.lru_cache(maxsize=8)
 def _signs(width: int) -> np.ndarray:
-    """The Rudin-Shapiro sequence, float32 [W]: its product with a Hadamard matrix has no large entry."""
+    """Returns the Rudin-Shapiro sequence, float32 [W]: its product with a Hadamard matrix has no large
+    entry.
+    """
     index = np.arange(width)
     return _parity(index & index >> 1)
 
 
 def _parity(number: np.ndarray) -> np.ndarray:
-    """Returns -1 where an odd number of bits is set, else 1."""
+    """Returns -1 if an odd number of bits is set, otherwise 1."""
     for shift in (16, 8, 4, 2, 1):
         number = number ^ number >> shift
     return 1 - 2 * (number & 1).astype(np.float32)

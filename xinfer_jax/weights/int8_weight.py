@@ -36,6 +36,6 @@ class Int8Weight(RotatedWeight):
         return self.unrotated(values.astype(jnp.float32) * self.scale[index][..., None])
 
     def plain_product(self, x_MI: jax.Array) -> jax.Array:
-        """The scale is applied to the result."""
+        """Returns the product. The scale is applied to the result."""
         x_MI = self.rotated_inputs(x_MI).astype(x_MI.dtype)
         return dot(x_MI, self.values.astype(x_MI.dtype)) * self.scale

@@ -27,29 +27,36 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps", "offset"])
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps", "offset", "centered"])
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """An RMS norm of the input of products."""
+    """A norm of the input of products."""
 
     weight: Any  # [I]
     eps: float
     offset: float | None  # as in `rms_norm`; kernels always multiply in float32
+    centered: bool = False  # as in `rms_norm`
+
+    def __call__(self, x: jax.Array, mean: Any = None) -> jax.Array:
+        """Returns x after the norm. mean: as in `rms_norm`."""
+        return rms_norm(x, self.weight, self.eps, self.offset, mean, self.centered)
 
 
 def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
-    """The elementwise function of the model's gated MLPs."""
+    """Returns the elementwise function of the model's gated MLPs."""
     return _ACTIVATIONS[config.hidden_act]
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: jax.Array | None = None
+    x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: Any = None, centered=False
 ) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in float32. No
-    offset: it is rounded to the dtype of x, and then multiplied by the weight. mean: the mean of squares,
-    [..., 1], where x has only a part of the features.
+    """Returns the root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in
+    float32. Without an offset it is rounded to the dtype of x, and then multiplied by the weight. mean: the
+    mean of squares, [..., 1], if x has only a part of the features. centered: True subtracts the mean of x
+    first, as LayerNorm does (Ba et al. 2016).
     """
     x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, -1, keepdims=True) if centered else x32
     mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
     x32 = x32 * lax.rsqrt(mean + eps)
     if offset is not None:
@@ -58,14 +65,14 @@ def rms_norm(
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """x after the RMS norm of that name. mean: as in `rms_norm`."""
-    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean)
+    """Returns x after the norm of that name. mean: see `rms_norm`."""
+    return norm_before(tree, name, config)(x, mean)
 
 
 def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, run_config: RunConfig
 ) -> list[jax.Array]:
-    """`norm` of several vectors, whose features `RunConfig.over` may divide."""
+    """Runs `norm` of several vectors, whose features `RunConfig.over` may divide."""
     means: Any = [None] * len(xs)
     if run_config.over is not None:
         from ..backends.mesh import means_of_squares  # optional: meshes
@@ -75,13 +82,13 @@ def joint_norms(
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap); None: x."""
+    """Returns cap * tanh(x / cap). None: x."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm:
-    """The RMS norm of that name, for `products` of its result."""
-    return Norm(tree[name], config.rms_norm_eps, config.norm_offset)
+    """Returns the norm of that name, for `products` of its result."""
+    return Norm(tree[name], config.rms_norm_eps, config.norm_offset, config.layers[0].centered_norms)
 
 
 def linear(
@@ -93,9 +100,13 @@ def linear(
     residual: jax.Array | None = None,
     run_config: RunConfig = PLAIN,
 ) -> jax.Array:
-    """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
-    over: a mesh axis along which I is sharded; the devices' products are summed. residual: None, or what is
-    added to the result. run_config: as in `products`.
+    """Returns x @ weight.T + bias, [..., I] -> [..., O].
+
+    Args:
+        leaf: "weight", [O, I] or quantized, and "bias", [O] or absent.
+        over: a mesh axis along which I is sharded. The devices' products are summed.
+        residual: None, or an array that is added to the result.
+        run_config: see `products`.
     """
     dtype = out_dtype or x.dtype
     if over is not None:
@@ -115,21 +126,21 @@ def products(
     dtype: jnp.dtype | None = None,
     run_config: RunConfig = PLAIN,
 ) -> list[jax.Array]:
-    """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all. The
-    operation "apart" keeps XLA from fusing what is before and after the products, where a form wants that (on
-    TPUs).
+    """Returns x @ weight.T + bias for each leaf: [..., I] -> [..., O]. They are one kernel if there is one
+    for all. The operation "apart" keeps XLA from fusing the operations before and after the products, if a
+    form wants that (on TPUs).
 
     Args:
         x: activations.
-        leaves: as in `linear`.
+        leaves: see `linear`.
         before: None, or a norm of x.
-        activation: None; or of two leaves the result is activation(first) * second.
-        residual: None, or what is added to the only result.
-        dtype: of the results; None: that of x.
+        activation: None, or an activation. With it, two leaves give the result activation(first) * second.
+        residual: None, or an array that is added to the only result.
+        dtype: the dtype of the results. None: the dtype of x.
         run_config: its `impl` names a kernel.
 
     Returns:
-        A result for each leaf; one with an activation.
+        A result for each leaf, or one result with an activation.
     """
     static: dict[str, Any] = dict(activation=activation, dtype=dtype or x.dtype)
     operands: dict[str, Any] = dict(x=x, leaves=leaves, before=before, residual=residual)
@@ -147,14 +158,14 @@ def products(
 
 
 def normalized(x: jax.Array, before: Norm) -> jax.Array:
-    """x after the norm before products."""
-    return run("apart", _identity, x=rms_norm(x, before.weight, before.eps, before.offset))
+    """Returns x after the norm before products."""
+    return run("apart", _identity, x=before(x))
 
 
 def finish_products(
     ys: list[jax.Array], residual: jax.Array | None, activation: str | None
 ) -> list[jax.Array]:
-    """The results of products with the activation and the residual of `products`."""
+    """Returns the results of products with the activation and the residual of `products`."""
     if activation is not None:
         ys = checkpoint_name(ys, "gate_up")
         ys = [run("apart", _identity, x=_ACTIVATIONS[activation](ys[0]) * ys[1])]
@@ -166,7 +177,9 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
-    """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
+    """Returns rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [...,
+    D].
+    """
     table = leaf["weight"]
     is_float = isinstance(table, AnyArray)
     rows = _embed(token, jnp.asarray(table)) if is_float else table.rows(token)
@@ -180,13 +193,14 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
-    """Cosine and sine of the rotary angles (Su et al. 2021), float32.
+    """Returns cosine and sine of the rotary angles (Su et al. 2021), float32.
 
     Args:
-        config: the model; its RoPE configs say how frequencies are scaled.
+        config: the model. Its RoPE configs say how frequencies are scaled.
         position_BT: absolute positions.
-        length_B: the length by which `dynamic` and `longrope` choose frequencies: without a cache the row's
-            tokens; with one the longest that the row may become, 0 where that is not said.
+        length_B: the length by which `dynamic` and `longrope` choose frequencies. Without a cache it is the
+            number of the row's tokens. With a cache it is the longest that the row may become, or 0 if that
+            is not known.
 
     Returns:
         For each of `ModelConfig.ropes` cos and sin, [B, T, P], of the P pairs of a head that it rotates.
@@ -208,7 +222,7 @@ def _angles(
 
 
 def rope_powers(rope: RopeConfig, width: int) -> np.ndarray:
-    """float32 [P]: the positions in which each pair of the first `width` numbers rotates by 1."""
+    """Returns float32 [P]: the positions in which each pair of the first `width` numbers rotates by 1."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # Computed in float64 and rounded once, they equal torch's. In float32 they differ by an ulp, which is
     # visible after 500 positions.
@@ -216,8 +230,8 @@ def rope_powers(rope: RopeConfig, width: int) -> np.ndarray:
 
 
 def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
-    """RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle; the rest
-    of a head stays.
+    """Applies RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle.
+    The rest of a head stays.
     """
     cos = cos_BTP[:, :, None]
     sin = sin_BTP[:, :, None]

@@ -1,4 +1,4 @@
-"""How parameters are divided over a mesh: by the logical axes of their specs."""
+"""The division of parameters over a mesh, by the logical axes of their specs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def shardings(
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
-    """Raises InputError where devices do not divide the heads."""
+    """Raises InputError if devices do not divide the heads."""
 
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
@@ -92,7 +92,7 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
 
 @lru_cache(maxsize=64)
 def is_divisible(config: ModelConfig, devices: int) -> bool:
-    """Whether the number of devices divides every size along axis "model" except the vocabulary."""
+    """Returns True if the number of devices divides every size along axis "model" except the vocabulary."""
     mesh = AbstractMesh((devices,), (MODEL,))
     specs = param_specs(config)
     try:
@@ -113,7 +113,7 @@ def layer_partition_specs(
 
 
 def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
-    """Returns the `PartitionSpec`s of parameters or of their specs; a quantized matrix is a leaf of them."""
+    """Returns the `PartitionSpec`s of parameters or of their specs. A quantized matrix is one leaf."""
     leaf_specs = partial(_leaf_specs, mesh=mesh, rules=rules)
     return jax.tree.map(leaf_specs, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 

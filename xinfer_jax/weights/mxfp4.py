@@ -1,7 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): numbers of 4 bits, and a power of two for each 32 inputs.
 
 A matrix has O outputs and I inputs, in Q groups of 32 inputs. A number has a sign, two bits of exponent and
-one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with both signs. Its bits become those of a float
+one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with both signs. Its bits become the bits of a float
 (`kernels_pallas.mxfp4`), which is exact and needs no table: a table takes four times as long.
 """
 
@@ -31,7 +31,7 @@ NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mxfp4Weight(QuantizedWeight):
     """A matrix [O, I] of numbers of 4 bits times powers of two, in groups of 32 inputs. Outputs are the last
-    axis. Bytes are those of the checkpoint, of experts on TPUs in another order, `for_tpu`.
+    axis. Bytes are the bytes of the checkpoint. Experts on TPUs have another order, `for_tpu`.
     """
 
     operation = "mxfp4_product"
@@ -49,13 +49,13 @@ class Mxfp4Weight(QuantizedWeight):
         return 2 * self.values.shape[-2] if is_for_tpu(self) else self.values.shape[-3] * GROUP
 
     def for_tpu(self) -> WeightLeaf:
-        """Experts with `values_for_tpu`, padded; those with an odd number of groups stay."""
+        """Returns experts with `values_for_tpu`, padded. Experts with an odd number of groups stay."""
         if len(self.shape) == 2 or self.scale.shape[-2] % 2 or is_for_tpu(self):
             return self
         return PaddedWeight.padded(dataclasses.replace(self, values=values_for_tpu(self.values)))
 
     def for_files(self) -> Self:
-        """Matrices in the order of checkpoints."""
+        """Returns matrices in the order of checkpoints."""
         return dataclasses.replace(self, values=values_from_tpu(self.values)) if is_for_tpu(self) else self
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:

@@ -16,8 +16,8 @@ _GROUPS = 8
 @dataclasses.dataclass(frozen=True, repr=False)
 class PaddedWeight(WeightLeaf):
     """Matrices [X, O, I] in arrays that fill tiles. XLA stores arrays [X, ..., O] with experts in the lanes
-    where X is a multiple of 128 and O is not, and those [X, Q, O] with experts in sublanes where the Q groups
-    of one fill none: it would copy all experts for a kernel, which reads one.
+    if X is a multiple of 128 and O is not. It stores arrays [X, Q, O] with experts in sublanes if the Q
+    groups of one expert fill none. Then it would copy all experts for a kernel that reads one.
     """
 
     base: Any  # a `QuantizedWeight` whose arrays go on with zeros, of more outputs and groups
@@ -25,8 +25,8 @@ class PaddedWeight(WeightLeaf):
 
     @classmethod
     def padded(cls, weight: QuantizedWeight) -> QuantizedWeight | Self:
-        """Returns the matrices with outputs and groups up to multiples of 128 and 8; those that have these
-        stay.
+        """Returns the matrices with outputs and groups rounded up to multiples of 128 and 8. Matrices that
+        have such sizes stay.
         """
         (*_, outputs, _) = weight.shape
         padded = {}
@@ -39,7 +39,9 @@ class PaddedWeight(WeightLeaf):
         return cls(dataclasses.replace(leaf, **padded), outputs) if padded else weight
 
     def for_files(self) -> QuantizedWeight:
-        """The matrices without padding; of one expert, whose arrays lack their first axis, its own."""
+        """Returns the matrices without padding. For one expert, whose arrays lack their first axis, it
+        returns the expert's matrix.
+        """
         groups = -(-self.base.inputs // self.base.group)
         cut = {
             name: x[..., : self.outputs] if name == "values" else x[..., :groups, : self.outputs]
@@ -63,19 +65,21 @@ class PaddedWeight(WeightLeaf):
 
 
 def stored_weight(weight: Any) -> Any:
-    """A leaf as it is in memory: of a `PaddedWeight` with padding."""
+    """Returns a leaf as it is in memory. A `PaddedWeight` includes its padding."""
     return weight.base if isinstance(weight, PaddedWeight) else weight
 
 
 def without_padding(params: Any) -> Any:
-    """Parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of files."""
+    """Returns parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of
+    files.
+    """
 
     differs = lambda leaf: hasattr(leaf, "for_files")  # noqa: E731
     return jax.tree.map(lambda x: x.for_files() if differs(x) else x, params, is_leaf=differs)
 
 
 def _by_outputs(weight: QuantizedWeight) -> list[tuple[str, Any]]:
-    """Its arrays whose last axis is that of outputs, by name."""
+    """Returns its arrays whose last axis is outputs, by name."""
     axes = weight.field_axes(*(None,) * (len(weight.shape) - 2), "outputs", None)
     names = [name for name, of_field in axes.items() if of_field[-1] == "outputs"]
     return [(name, x) for name in names if (x := getattr(weight, name)) is not None]

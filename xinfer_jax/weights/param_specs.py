@@ -18,7 +18,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str = "matrix"  # its initial values, as `init_params` has them
+    init: str | float = "matrix"  # its initial values, as `init_params` has them, or one number for all
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
     name: str = ""  # its path in the tree, as "layers.0.q.weight"
@@ -26,12 +26,12 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has rows and columns; experts have a matrix each."""
+        """Returns True if the parameter has rows and columns. Each expert has a matrix."""
         return len(self.shape) > 1
 
     @property
     def is_quantizable(self) -> bool:
-        """Whether a quantized model has it quantized."""
+        """Returns True if the parameter is quantized in a quantized model."""
         return self.is_matrix and not self.stays_float
 
 

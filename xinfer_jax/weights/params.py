@@ -1,4 +1,4 @@
-"""Checks and byte counts of parameters; the dtypes of a model."""
+"""Checks and byte counts of parameters, and the dtypes of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,8 @@ def check_weights(size: int, fraction: float = 1.0) -> None:
 
 
 def check_params(params: Any, config: Any, stacked: bool = False) -> None:
-    """Raises InputError unless params are a model's tree and config is its `ModelConfig`. stacked: layers may
-    be those of `stack_layers`.
+    """Raises InputError unless params are a model's tree and config is its `ModelConfig`. stacked: True:
+    layers may be stacked by `stack_layers`.
     """
     check_config(config)
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
@@ -45,20 +45,20 @@ def check_params(params: Any, config: Any, stacked: bool = False) -> None:
 
 
 def activation_dtype(params: Params) -> Any:
-    """Returns the dtype of hidden states: that of the norms, which are never quantized."""
+    """Returns the dtype of hidden states: the dtype of the norms, which are never quantized."""
     return params["final_norm"].dtype
 
 
 def cache_dtype(params: Params) -> Any:
-    """Returns the dtype of keys and values: that of activations; on CPU float32, since XLA (jax 0.10) would
-    convert all of them in each step.
+    """Returns the dtype of keys and values: the dtype of activations, or float32 on CPU, since XLA (jax 0.10)
+    would convert all of them in each step.
     """
     return _default_dtype(activation_dtype(params))
 
 
 def resolve_dtype(dtype: Dtype | None) -> Any:
-    """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU. Raises
-    InputError where it is none of float32, bfloat16 and float16.
+    """Returns a floating dtype from its name or dtype. None: float32 on CPU, bfloat16 on GPU and TPU. Raises
+    InputError if it is none of float32, bfloat16 and float16.
     """
     if dtype is None:
         return _default_dtype(jnp.bfloat16)
@@ -73,7 +73,7 @@ def resolve_dtype(dtype: Dtype | None) -> Any:
 
 
 def _default_dtype(narrow: Any) -> Any:
-    """Float32 on CPU, elsewhere the narrow type."""
+    """Returns float32 on CPU, elsewhere the narrow type."""
     of_device = plugin("device", "dtype")
     return of_device(narrow) if of_device else jnp.float32
 

@@ -25,21 +25,21 @@ from .resharding import grow_rows
 
 
 def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = True) -> Params:
-    """Returns parameters as `like` has them. Leaves are found by their paths, so containers may be others, as
-    the lists of a restored checkpoint.
+    """Returns parameters in the form of `like`. Leaves are found by their paths, so containers may be others,
+    such as the lists of a restored checkpoint.
 
-    Where `like` has an int8 or int4 leaf, a float matrix is quantized as `load_model(quantize=)` does it,
-    where it lies: on an accelerator by a program for each shape. Leaves that fit stay the same arrays. On
+    If `like` has an int8 or int4 leaf, a float matrix is quantized as `load_model(quantize=)` does it, on its
+    device. On an accelerator this is one program for each shape. Leaves that fit stay the same arrays. On
     CPUs nothing is compiled.
 
     Args:
         params: float arrays, or the arrays of leaves that are quantized as in `like`.
-        config: of `like`.
-        cast: floats become those of `like`. False: another dtype is an error.
+        config: the config of `like`.
+        cast: True: floats become the floats of `like`. False: another dtype is an error.
 
     Raises:
-        InputError: leaves that are missing, unknown, misshapen, deleted or of another type; a float matrix
-            where `like` has a format that only its checkpoint has; an adapter with another scale.
+        InputError: leaves are missing, unknown, misshapen, deleted or of another type. Or there is a float
+            matrix for a format that only its checkpoint has, or an adapter with another scale.
     """
     given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales = _adapter_scales(params)
@@ -56,12 +56,12 @@ def leaf_like(leaf: Any, spec: ParamSpec, old: Any, cast: bool = True) -> Any:
 
     Args:
         leaf: a float array, or a leaf that is quantized as `old` is.
-        spec: of the leaf.
+        spec: the spec of the leaf.
         old: the leaf whose form it gets.
-        cast: as of `params_like`.
+        cast: see `params_like`.
 
     Raises:
-        InputError: as `params_like`; the leaf is quantized in another form.
+        InputError: see `params_like`, or the leaf is quantized in another form.
     """
     forms: Any = [jax.tree.structure(leaf), jax.tree.structure(old)]
     if is_quantized(leaf) and forms[0] != forms[1]:
@@ -92,14 +92,14 @@ def _converted(given: dict[str, Any], scales: dict[str, float], spec: ParamSpec,
 
 
 def _adapter_scales(tree: Any, *prefix: str) -> dict[str, float]:
-    """The static scales of adapted matrices, by their paths."""
+    """Returns the static scales of adapted matrices, by their paths."""
     is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_adapted)
     return {_name((*prefix, *path)): leaf.scale for path, leaf in leaves if is_adapted(leaf)}
 
 
 def is_deleted(tree: Any) -> bool:
-    """Whether any array of a tree was donated or deleted."""
+    """Returns True if any array of a tree was donated or deleted."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
@@ -134,14 +134,16 @@ def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether NumPy converts an array without a copy from a device, and nothing is compiled for it."""
+    """Returns True if NumPy converts an array without a copy from a device, and nothing is compiled for
+    it.
+    """
     return not isinstance(x, jax.Array) or (
         x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
     )
 
 
 def _quantized(matrix: Any, name: str, old: Any) -> Any:
-    """The matrix, quantized as `old` is, where it lies."""
+    """Returns the matrix, quantized as `old` is, on the matrix's device."""
     new: Any = None
     stored = stored_weight(old)
     if isinstance(stored, Int8Weight | GroupedWeight):

@@ -42,7 +42,7 @@ def check_quantize_method(quantize: str | None) -> None:
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError where the model's matrices cannot be quantized by this method."""
+    """Raises InputError if the model's matrices cannot be quantized by this method."""
     if method and method not in METHODS:
         remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
         check_supported(config, "leaf formats", f"quantized weights ({method}) are", remedy)
@@ -82,7 +82,8 @@ def with_int8_activations(params: Any) -> Any:
 
 def with_steps(weight: GroupedWeight) -> GroupedWeight:
     """Returns int4 with zero points, of one matrix or of experts, with scales in integer numbers of an
-    output's step, on the host or on its devices, as it lies there; or their shapes.
+    output's step. It is computed on the host or on the devices that have the matrix. For shapes it returns
+    shapes.
     """
     if isinstance(weight.values, jax.ShapeDtypeStruct):
         return jax.eval_shape(with_steps, weight)
@@ -104,8 +105,8 @@ def in_blocks(matrix_OI: Any) -> Any:
 
 
 def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], QuantizedWeight]:
-    """Returns a function that quantizes a matrix, or those of experts, of that name in the checkpoint. Raises
-    InputError.
+    """Returns a function that quantizes a matrix, or the matrices of experts, of that name in the checkpoint.
+    Raises InputError.
     """
     check_quantize_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
@@ -123,9 +124,10 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
 
 
 def quantized_leaf(matrix: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
-    """Quantizes a checkpoint's matrix [O, I] of this name on the host by "int8", "int4" or "ternary"; the
-    rest as in `quantize_matrix`. Those of experts, a list or [X, O, I], become one leaf, one after another;
-    its arrays have a first axis for them. Raises InputError: NaN, inf or too large numbers.
+    """Quantizes a checkpoint's matrix [O, I] of this name on the host by "int8", "int4" or "ternary". It also
+    takes the other arguments of `quantize_matrix`. Matrices of experts, a list or [X, O, I], become one leaf,
+    one after another. Its arrays have a first axis for experts. Raises InputError for NaN, inf or too large
+    numbers.
     """
     if not isinstance(matrix, list) and len(matrix.shape) == 2:
         return _quantized(matrix, name, quantize, group)
@@ -180,21 +182,21 @@ def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, part
 
 
 def bits_of(name: str, quantize: str) -> int:
-    """8 for matrices of the vocabulary: their errors are in every logit."""
+    """Returns 8 for matrices of the vocabulary: their errors are in every logit."""
     return 8 if "embed" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
 
 def quantize_matrix(
     matrix_OI: Any, bits: int = 8, group: int | None = None, out: QuantizedWeight | None = None
 ) -> QuantizedWeight:
-    """Quantizes by rounding to nearest, in blocks of outputs on all cores; makes no float32 copy. 8 bits are
-    symmetric; 4 bits have a zero point, to use all levels.
+    """Quantizes by rounding to nearest, in blocks of outputs on all cores. It makes no float32 copy. 8 bits
+    are symmetric. 4 bits have a zero point, to use all levels.
 
     Args:
-        matrix_OI: any float type: an array, or an object that reads a slice of rows.
+        matrix_OI: a matrix of any float type: an array, or an object that reads a slice of rows.
         bits: 8 or 4.
-        group: inputs that share a scale; None: `group_size`.
-        out: NumPy arrays to fill; None: new ones.
+        group: the number of inputs that share a scale. None: `group_size`.
+        out: NumPy arrays to fill. None: new ones.
     """
     weight = out or jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
     outputs, inputs = matrix_OI.shape
@@ -207,8 +209,8 @@ def quantize_matrix(
 
 
 def quantize_symmetric(matrix: np.ndarray, group: int | None = None) -> GroupedWeight:
-    """Quantizes a float matrix, or those of experts, to int4 with all zero points in the middle, on the host.
-    group: as in `quantize_matrix`.
+    """Quantizes a float matrix, or the matrices of experts, to int4 with all zero points in the middle, on
+    the host. group: see `quantize_matrix`.
     """
     if matrix.ndim > 2:
         return jax.tree.map(lambda *x: np.stack(x), *(quantize_symmetric(x, group) for x in matrix))
@@ -230,7 +232,7 @@ def _quantized_struct(shape: tuple[int, ...], bits: int, group: int | None = Non
 
 
 def _quantize_block(block_OI: np.ndarray, weight: Int8Weight | GroupedWeight, at: slice) -> None:
-    """Quantizes some outputs into the weight; overwrites block_OI. NaN and inf appear in the scales."""
+    """Quantizes some outputs into the weight. It overwrites block_OI. NaN and inf appear in the scales."""
     with np.errstate(all="ignore"):
         if isinstance(weight, Int8Weight):
             max_O = np.maximum(block_OI.max(1), -block_OI.min(1))
@@ -251,7 +253,7 @@ def _quantize_block(block_OI: np.ndarray, weight: Int8Weight | GroupedWeight, at
 
 
 def round_to_nearest(block_OQJ: Any, bits: int, xp: Any = np) -> tuple[Any, Any, Any]:
-    """Returns a matrix's levels, [O, Q, J], and each group's step and zero point, [O, Q]; all are floats."""
+    """Returns a matrix's levels, [O, Q, J], and each group's step and zero point, [O, Q]. All are floats."""
     if bits == 8:
         step_OQ = best_int8_step(block_OQJ, xp)
         return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]), -127, 127), step_OQ, xp.zeros_like(step_OQ)
@@ -277,5 +279,5 @@ def float16_step(step: Any, xp: Any = np) -> Any:
 
 
 def divisor(like: Any, number: int, xp: Any = jnp) -> Any:
-    """A number to divide by, so that XLA does not multiply by its inverse, which has other bits."""
+    """Returns a number to divide by, so that XLA does not multiply by its inverse, which has other bits."""
     return number if xp is np else lax.optimization_barrier(xp.full_like(like, number))

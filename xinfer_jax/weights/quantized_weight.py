@@ -1,4 +1,4 @@
-"""What quantized leaves have in common: their product, its derivative, and rows of the matrix."""
+"""The common part of quantized leaves: their product, its derivative, and rows of the matrix."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -50,7 +50,7 @@ class QuantizedWeight(WeightLeaf):
 def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Returns x @ dequantize(weight).T in float32, [..., I] -> [..., O].
 
-    Gradients are those of this product, also where x is quantized first.
+    Gradients are the gradients of this product, also if x is quantized first.
     """
     return weight.product_of_rows(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
@@ -73,7 +73,7 @@ def _quantized_product_jvp(primals, tangents):
 
 def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns rows as int8 and the factors that they were multiplied by, float32 [M, 1], as transformers does
-    for BitNet. axis_name: an axis of a mesh along which I is divided; None: it is not.
+    for BitNet. axis_name: an axis of a mesh along which I is divided. None: it is not.
     """
     x_MI = x_MI.astype(jnp.float32)
     max_M1 = jnp.abs(x_MI).max(1, keepdims=True)

@@ -1,5 +1,5 @@
-"""A tree of parameters for other devices: divided anew, cast or quantized; key heads repeated where devices
-outnumber them.
+"""Moves a tree of parameters to other devices: it divides, casts or quantizes the parameters again, and
+repeats key heads if there are more devices than key heads.
 """
 
 import dataclasses
@@ -80,7 +80,9 @@ def reshard(
 
 
 def grow_rows(x: Any, rows: int, heads: int = 0) -> Any:
-    """The leaf, of NumPy or jax, with more rows: its key heads repeated; no heads: zeros after its own."""
+    """Returns the leaf, of NumPy or jax, with more rows: its key heads are repeated. heads: 0: zeros are
+    added after its rows.
+    """
     xp = x.__array_namespace__()
     if heads:
         return xp.repeat(x.reshape(heads, -1), rows // len(x), 0).reshape(rows, *x.shape[1:])
@@ -88,8 +90,8 @@ def grow_rows(x: Any, rows: int, heads: int = 0) -> Any:
 
 
 def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
-    """The config with key/value heads repeated, where the devices outnumber them, so that each device has
-    one. Raises InputError where neither number divides the other.
+    """Returns the config with key/value heads repeated if there are more devices than heads, so that each
+    device has one. Raises InputError if neither number divides the other.
     """
 
     def repeated(heads: int) -> int:
@@ -107,7 +109,7 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
 
 
 def with_kv_heads_once(params: Params, config: ModelConfig, original: ModelConfig) -> Params:
-    """The parameters of `original`, of which `with_repeated_kv_heads` made this config.
+    """Returns the parameters of `original`, of which `with_repeated_kv_heads` made this config.
 
     Raises:
         InputError: heads that were repeated differ by now, or are quantized.

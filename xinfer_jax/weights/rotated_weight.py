@@ -1,4 +1,4 @@
-"""What int8 and int4 have in common: inputs rotated in blocks, for int8 activations."""
+"""The common part of int8 and int4: inputs rotated in blocks, for int8 activations."""
 
 import dataclasses
 from typing import Self
@@ -31,9 +31,9 @@ class RotatedWeight(QuantizedWeight):
         return super(RotatedWeight, dataclasses.replace(self, input_block=0)).plain_product(x_MI)
 
     def unrotated(self, rows: jax.Array) -> jax.Array:
-        """Rows of `values` [..., I], dequantized, as those of the matrix."""
+        """Returns rows of `values` [..., I], dequantized, as rows of the matrix."""
         return hadamard_unrotate(rows, self.input_block) if self.input_block else rows
 
     def rotated_inputs(self, x: jax.Array) -> jax.Array:
-        """x [..., I] as `values` take it; float32 where it is rotated."""
+        """Returns x [..., I] as `values` take it. It is float32 if it is rotated."""
         return hadamard_rotate(x.astype(jnp.float32), self.input_block) if self.input_block else x

@@ -71,7 +71,7 @@ def unstack_layers(params: Params) -> Params:
 
 
 def _stacked(*leaves: Any) -> Any:
-    """One leaf of a block: a leaf of several layers."""
+    """Returns one leaf of a block: a leaf of several layers."""
     first: Any = leaves[0]
     if isinstance(first, AnyArray):
         return first.__array_namespace__().stack(leaves)
@@ -91,6 +91,6 @@ def _stacked(*leaves: Any) -> Any:
 
 
 def _period(config: ModelConfig) -> int:
-    """The length of the shortest pattern that the layers repeat."""
+    """Returns the length of the shortest pattern that the layers repeat."""
     specs = config.layers
     return next(n for n in range(1, len(specs) + 1) if specs[n:] == specs[: len(specs) - n])

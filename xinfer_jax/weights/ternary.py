@@ -1,7 +1,7 @@
 """Ternary weights with int8 activations, as in BitNet b1.58 (Ma et al. 2024): two bits a weight, exact sums.
 
 A matrix has O outputs and I inputs, in W words of 32 inputs. Two bit planes mark the weights that are 1 and
-those that are -1. CPUs count common bits of these planes and of those of the activations
+the weights that are -1. CPUs count the common bits of these planes and of the planes of the activations
 (`backends/cpu/ternary_products.py`).
 """
 
@@ -57,7 +57,7 @@ class TernaryWeight(QuantizedWeight):
         return unpack_ternary(self.values, self.inputs).astype(jnp.float32).T * self.scale[:, None]
 
     def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
-        """Sums of integers are exact: other rows and devices change no bit."""
+        """Returns the product. Sums of integers are exact: other rows and devices change no bit."""
         x_MI, factor_M1 = quantize_activations(x_MI, self.axis_name)
         sums_MO = run("ternary_sums", plain_sums, x_MI=x_MI, values_W2O=self.values)
         return sums_MO / factor_M1 * self.scale
@@ -115,7 +115,7 @@ def pack_ternary(levels: Any, shape: tuple[int, ...], scale: np.float32) -> Tern
 
 
 def ternary_levels(values_W2O: np.ndarray, inputs: int) -> np.ndarray:
-    """The levels -1, 0 and 1, int8 [outputs, I], that `pack_ternary` packed, on the host."""
+    """Returns the levels -1, 0 and 1, int8 [outputs, I], that `pack_ternary` packed, on the host."""
     words_2OW = np.ascontiguousarray(values_W2O.transpose(1, 2, 0), "<i4")
     (plus_OI, minus_OI) = np.unpackbits(words_2OW.view(np.uint8), 2, inputs, "little").view(np.int8)
     return plus_OI - minus_OI
@@ -132,7 +132,9 @@ def unpack_ternary(values_W2O: jax.Array, inputs: int) -> jax.Array:
 
 
 def plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """On GPU and TPU: int8 numbers are exact in bfloat16, and their sums in float32."""
+    """Returns the sums on GPU and TPU. int8 numbers are exact in bfloat16, and their sums are exact in
+    float32.
+    """
     # The barrier makes weights depend on x, or XLA would unpack all layers before the loop.
     x_MI, values_W2O = lax.optimization_barrier((x_MI, values_W2O))
     levels_IO = unpack_ternary(values_W2O, x_MI.shape[1])

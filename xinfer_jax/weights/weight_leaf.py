@@ -8,8 +8,9 @@ from ..errors import ShortRepr
 
 
 class WeightLeaf(ShortRepr):
-    """A matrix [O, I], or those of experts, whose arrays have a first axis for them. A kind is a pytree, a
-    frozen dataclass in a file of its own; the core finds it in the parameters, and calls these methods.
+    """A matrix [O, I], or the matrices of experts, whose arrays have a first axis for them. A kind is a
+    pytree, a frozen dataclass in a separate file. The core finds it in the parameters, and calls these
+    methods.
     """
 
     @property
@@ -22,18 +23,18 @@ class WeightLeaf(ShortRepr):
         raise NotImplementedError
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Returns rows of the matrix, float32 [..., I], as an embedding does; index: int32 [...]."""
+        """Returns rows of the matrix, float32 [..., I], as an embedding does. index: int32 [...]."""
         raise NotImplementedError
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        """Returns a device's activations [..., I] and this leaf as those of a separate matrix, inside a
-        `shard_map`. The leaf's inputs are divided along the mesh axis `axis_name`.
+        """Returns a device's activations [..., I] and this leaf as a separate matrix, inside a `shard_map`.
+        The leaf's inputs are divided along the mesh axis `axis_name`.
         """
         return x, self
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
-        """Returns the logical axes of each of its arrays. axes: of the matrix: outputs and inputs, of experts
-        also theirs, first.
+        """Returns the logical axes of each of its arrays. axes: the axes of the matrix: outputs and inputs,
+        and for experts their axis first.
         """
         raise NotImplementedError
 
@@ -48,5 +49,5 @@ class WeightLeaf(ShortRepr):
 
     @property
     def groups_with_padding(self) -> int:
-        """Inputs that share a scale, where they do not divide I; 0: they do."""
+        """Returns the number of inputs that share a scale, if it does not divide I. 0: it does."""
         return 0

@@ -1,4 +1,4 @@
-"""CPU features: which types the CPU multiplies fast decides the form of matrix products."""
+"""CPU features: the types that the CPU multiplies fast decide the form of matrix products."""
 
 import functools
 import os
@@ -22,8 +22,8 @@ _FLAGS = {
 
 @functools.cache
 def fast_matmul_types() -> frozenset[str]:
-    """Returns which of int8, bfloat16 and amx the CPU has. Where the system does not report its features (no
-    Linux): int8 and bfloat16 on Arm, none elsewhere.
+    """Returns which of int8, bfloat16 and amx the CPU has. If the system does not report its features (no
+    Linux), these are int8 and bfloat16 on Arm, and none on other CPUs.
 
     Raises:
         InputError: the environment variable has another name.
@@ -51,14 +51,16 @@ def _flags() -> frozenset[str] | None:
 
 
 def numerics_features() -> list[str]:
-    """Returns what the last bits of results depend on: vector and matrix instructions, products' forms."""
+    """Returns the features on which the last bits of results depend: vector and matrix instructions,
+    products' forms.
+    """
     known = {flag for flag in _flags() or () if _VECTORS.match(flag)}
     return sorted(known | {f"multiplies_{name}" for name in fast_matmul_types()})
 
 
 def compiler_options() -> dict[str, Any] | None:
-    """Returns the options of our compiled programs. XLA's default is vectors of 256 bits. With 512,
-    decoding int4 is 1.07 times as fast at one row and 1.15 at eight, int8 1.01 and 1.03; float weights and
-    prompts are as fast.
+    """Returns the options of our compiled programs. XLA's default is vectors of 256 bits. With 512 bits,
+    decoding int4 is 1.07 times as fast at one row and 1.15 times at eight rows, and int8 1.01 and 1.03 times.
+    Float weights and prompts are as fast.
     """
     return {"xla_cpu_prefer_vector_width": 512} if "avx512f" in (_flags() or ()) else None

@@ -26,7 +26,7 @@ _RIGHT_TILE_BYTES = 8 << 20  # as the right one
 
 
 def float_form(call: Call) -> Callable:
-    """A form of `float_product`."""
+    """Returns a form of `float_product`."""
     matrix_OI = call.operands["matrix"]
     rows = len(call.operands["x"])
     product = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, rows, *matrix_OI.shape)]
@@ -34,8 +34,8 @@ def float_form(call: Call) -> Callable:
 
 
 def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
-    """The matrix with outputs of zeros where it has few. A CPU would multiply by one output as by a vector:
-    the order of a row's sum would depend on how many rows there are and on which one it is.
+    """Returns the matrix with outputs of zeros if it has few. A CPU would multiply by one output as by a
+    vector: the order of a row's sum would depend on the number of rows and on the row's place.
     """
     missing = _MIN_OUTPUTS - len(matrix_OI)
     return jnp.pad(matrix_OI, ((0, missing), (0, 0))) if missing > 0 else matrix_OI
@@ -48,7 +48,7 @@ def matrix_lhs_dot(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp
 
 def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: str | None = None) -> jax.Array:
     """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums of int8 are exact, so other rows
-    change no bit of a row. axis_name: as in `quantize_activations`.
+    change no bit of a row. axis_name: see `quantize_activations`.
     """
     int8_MI, factor_M1 = quantize_activations(x_MI, axis_name)
     rows = len(x_MI)
@@ -61,7 +61,7 @@ def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: st
 
 
 def _at_least_two(x_MI: jax.Array) -> jax.Array:
-    """x, a single row with one of zeros."""
+    """Returns x, a single row with one of zeros."""
     return jnp.pad(x_MI, ((0, 1), (0, 0))) if len(x_MI) == 1 else x_MI
 
 
@@ -138,7 +138,7 @@ def tiled_product(
 
 @always
 def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
-    """A form of `int8_product`."""
+    """Returns a form of `int8_product`."""
     x_MI = matrix.rotated_inputs(x)
     if matrix.int8_activations:
         return int8_activation_product(x_MI, matrix.values, matrix.axis_name) * matrix.scale
@@ -160,7 +160,7 @@ def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
 
 @always
 def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
-    """A form of `fp8_product`."""
+    """Returns a form of `fp8_product`."""
     x_MI = x.astype(jnp.float32)
 
     def multiply_tile(first: jax.Array, size: int, matrix: Fp8Weight) -> jax.Array:  # [M, size]
@@ -171,7 +171,9 @@ def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
 
 
 def embedding_form(call: Call) -> Callable | None:
-    """A form of `embedding`, which converts only the rows that it takes; None: of float32 or int8."""
+    """Returns a form of `embedding`, which converts only the rows that it takes. None: the table is float32
+    or int8.
+    """
     return None if call.operands["table"].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 

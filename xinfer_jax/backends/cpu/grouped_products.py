@@ -1,15 +1,14 @@
-"""Products for CPUs with matrices in int8 or int4 in groups of inputs: how they read the weights at memory
-speed.
+"""Products for CPUs with matrices in int8 or int4 in groups of inputs. They read the weights at memory speed.
 
 - int4 is not unpacked. A byte is low + 16 high, the weights of inputs j and j + J/2, with activations x and
   y: low * x + high * y = low * (x - y/16) + byte * y/16. So activations are transformed once, and no weight
   is shifted. Zero points are subtracted from the result: each times the sum of its activations.
-- A row times int4 is one loop nest that reads each byte once: the innermost loop sums a run of bytes of a
-  group and is unrolled by LLVM; the loop over outputs is vectorized. A few rows are multiplied one by one.
+- A row times int4 is one loop nest that reads each byte once. The innermost loop sums a run of bytes of a
+  group and is unrolled by LLVM. The loop over outputs is vectorized. A few rows are multiplied one by one.
 - With more rows, a tile of outputs at a time is dequantized and multiplied.
 - With int8 activations the scale of a group is an integer number of its output's steps, as in QServe (Lin et
-  al. 2024): levels times it, rounded to int8, are a matrix in int8 with a scale per output, made in each
-  product. A few rows keep their floats, and levels are not rounded.
+  al. 2024). The levels times this number, rounded to int8, are a matrix in int8 with a scale per output, made
+  in each product. A few rows keep their floats, and levels are not rounded.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ _INT8_NUMBERS = 8 << 20  # of a matrix in int8 at a time
 
 @always
 def cpu_grouped_form(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
-    """A form of `grouped_product`."""
+    """Returns a form of `grouped_product`."""
     x_MI = matrix.rotated_inputs(x).astype(jnp.float32)
     if matrix.order is not None:
         x_MI = x_MI[:, matrix.order]
@@ -54,7 +53,7 @@ def cpu_grouped_form(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
 
 
 def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """One row's product, [O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
+    """Returns one row's product, [O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
     Q, Y, outputs = weight.values.shape
     halves = weight.group // Y
     run = math.gcd(Y, _RUN)
@@ -80,8 +79,8 @@ def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
 
 
 def _int8_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """The product of int8 activations and the matrix in int8, [M, O]; large ones some groups at a time. Sums
-    of int8 are exact, so other rows change no bit of a row.
+    """Returns the product of int8 activations and the matrix in int8, [M, O]. A large product takes some
+    groups at a time. Sums of int8 are exact, so other rows change no bit of a row.
     """
     assert weight.step is not None
     Q, Y, outputs = weight.values.shape

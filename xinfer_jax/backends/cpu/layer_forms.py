@@ -18,8 +18,9 @@ _ROW_BLOCK = 64  # keys per loop step, which is cheap
 
 
 def attention_form(call: Call) -> Callable | None:
-    """A form of `attention` of a decode step: a row's cost and bits depend on no other row. Products batched
-    over rows took three to four times as long, and as long as the longest row. None: of many queries.
+    """Returns a form of `attention` of a decode step: a row's cost and bits depend on no other row. Products
+    batched over rows took three to four times as long, and as long as the longest row. None: there are many
+    queries.
     """
     if not call.static["few"]:
         return None
@@ -27,7 +28,7 @@ def attention_form(call: Call) -> Callable | None:
 
 
 def _by_row(q_BKTGH, kv, visible, sink_KG, scoring, static):
-    """`query_block` for one row after the other."""
+    """Runs `query_block` for one row after the other."""
 
     def one(row):
         q_1KTGH, of_row, number_1 = row
@@ -40,14 +41,14 @@ def _by_row(q_BKTGH, kv, visible, sink_KG, scoring, static):
 
 
 def expert_at_form(call: Call) -> Callable:
-    """A form of `expert_at`. On CPU jax 0.10 would slice 16-bit stacks in float32: without the barrier it
-    would convert all experts once, before the loop.
+    """Returns a form of `expert_at`. On CPU jax 0.10 would slice 16-bit stacks in float32: without the
+    barrier it would convert all experts once, before the loop.
     """
     return lambda expert, experts: call.plain(*lax.optimization_barrier((expert, experts)))
 
 
 def experts_form(call: Call) -> Callable | None:
-    """A form of `experts`; None: for few tokens."""
+    """Returns a form of `experts`. None: there are few tokens."""
     config = call.static["config"]
     return partial(experts_by_tiles, config=config) if is_tiled(call.operands["expert_MU"], config) else None
 
@@ -55,7 +56,7 @@ def experts_form(call: Call) -> Callable | None:
 def _read_by_product(
     k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sᵀk and Sᵀq, [B, N, Y]."""
+    """Returns Sᵀk and Sᵀq, [B, N, Y]."""
     kq_BN2H = jnp.stack([k_BNH, q_BNH], 2)
     read_BN2Y = jnp.matmul(kq_BN2H, state_BNHY, precision=float_precision())
     return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]

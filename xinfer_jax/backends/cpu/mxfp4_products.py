@@ -1,8 +1,8 @@
 """Products for CPUs with MXFP4 weights.
 
-The bits of a number become those of a float. For a row that is float16, since CPUs convert subnormal numbers
-of that type to float32 exactly. With fewer partial sums (one of a group, or of several) LLVM no longer
-unrolls the loop, and it is four times as slow.
+The bits of a number become the bits of a float. For a single row the float is float16, since CPUs convert
+subnormal numbers of that type to float32 exactly. With fewer partial sums (one of a group, or of several)
+LLVM no longer unrolls the loop, and it is four times as slow.
 """
 
 import jax
@@ -22,7 +22,7 @@ _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
 
 @always
 def mxfp4_form(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
-    """A form of `mxfp4_product`."""
+    """Returns a form of `mxfp4_product`."""
     x_MI = x.astype(jnp.float32)
     weight = matrix.for_files()
     if product_table.fastest_form("mxfp4", len(x_MI), *matrix.shape) == product_table.ROWS:
@@ -41,8 +41,8 @@ def mxfp4_form(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
 
 
 def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The numbers in the low halves of bytes and those in the high ones, times 2**-14: bits of float16 from
-    bytes whose sign fills 16 bits.
+    """Returns the numbers in the low halves of bytes and the numbers in the high halves, times 2**-14. The
+    bits of float16 come from bytes whose sign fills 16 bits.
     """
     bits = lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int16)
     halves = ((bits << 12) >> 3, bits << 5)
@@ -51,7 +51,7 @@ def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _row(x_I: jax.Array, weight: Mxfp4Weight) -> jax.Array:
-    """One row's product, [O]. A group is C runs of R bytes."""
+    """Returns one row's product, [O]. A group is C runs of R bytes."""
     outputs = weight.shape[0]
     # A dot, which XLA does not fuse into the loop: there it would compute x for every output, and LLVM would
     # not unroll it. The barrier does without the weights: a slice by an expert's number is not unpacked

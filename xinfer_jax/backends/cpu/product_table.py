@@ -1,6 +1,7 @@
-"""Which form a CPU's matrix product takes: by the format of the matrix, the number of rows, and the CPU.
+"""The table that chooses the form of a CPU's matrix product by the format of the matrix, the number of rows,
+and the CPU.
 
-`scripts/bench_products.py` measures what the table says; the benchmarks' README has its figures.
+`scripts/bench_products.py` measures the entries of the table. The README of the benchmarks has the figures.
 """
 
 import jax
@@ -47,7 +48,9 @@ _TABLE: dict[tuple[str, ...], _Forms] = {
 
 
 def fastest_form(kind: str, rows: int, outputs: int, inputs: int) -> str:
-    """Returns a form's name. kind: a format of the table, or another float type; rows: of x."""
+    """Returns the name of a form. kind: a format of the table, or another float type. rows: the number of
+    rows of x.
+    """
     types = fast_matmul_types()
     is_fast = ("bfloat16" if kind == "bfloat16" else "int8") in types
     unit = ("amx",) if "amx" in types else ("fast",) if is_fast else ()
@@ -59,7 +62,7 @@ def fastest_form(kind: str, rows: int, outputs: int, inputs: int) -> str:
 
 
 def describe_cpu() -> str:
-    """Describes in one line, for the user, what the CPU multiplies fast."""
+    """Describes in one line, for the user, which types the CPU multiplies fast."""
     has = [name for name in ("int8", "bfloat16", "amx") if name in fast_matmul_types()]
     is_converted = fastest_form("int8", 512, 1, 1) == TILES
     conversion = "; prompts in int8 are converted to float32" if is_converted else ""

@@ -26,7 +26,7 @@ _RUN = 4  # words of one sum
 
 @always
 def ternary_form(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """A form of `ternary_sums`."""
+    """Returns a form of `ternary_sums`."""
     rows, inputs = x_MI.shape
     if product_table.fastest_form("ternary", rows, values_W2O.shape[-1], inputs) == product_table.ROWS:
         return row_by_row(lambda x_I: _row(x_I, values_W2O), x_MI)
@@ -40,7 +40,7 @@ def ternary_form(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
 
 
 def _row(x_I: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """One row's product, float32 [O]. Inputs are C runs of words."""
+    """Returns one row's product, float32 [O]. Inputs are C runs of words."""
     words, _, outputs = values_W2O.shape
     run = math.gcd(words, _RUN)
     x_W32 = jnp.pad(x_I.astype(jnp.int32), (0, -x_I.size % WORD)).reshape(-1, WORD)

@@ -1,3 +1,3 @@
-"""Forms of operations for NVIDIA GPUs, in plain jnp: `reductions`, `top_k`, `gpu_sampler`, `verify`; and
-`cudnn_attention`, by cuDNN.
+"""Forms of operations for NVIDIA GPUs: `reductions`, `top_k`, `gpu_sampler` and `verify` are in plain jnp,
+and `cudnn_attention` is by cuDNN.
 """

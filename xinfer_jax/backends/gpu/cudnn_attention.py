@@ -17,9 +17,13 @@ _FEWEST = 128  # tokens of a row: a tile of cuDNN's kernels
 
 
 def cudnn_form(call: Call) -> Callable | None:
-    """A form of `causal_attention`. None: a kernel is named; there are sinks, caps or few tokens; a mesh's
-    devices do not divide the rows; it is in a `jax.shard_map` that leaves axes to the compiler, or of a jax
-    without such gradients; or jax rejects the dtype, the widths, the GPU or the cuDNN of this process.
+    """Returns a form of `causal_attention`, or None in these cases:
+
+    - A kernel is named.
+    - There are sinks, caps or few tokens.
+    - The devices of a mesh do not divide the rows.
+    - The call is in a `jax.shard_map` that leaves axes to the compiler, or of a jax without such gradients.
+    - jax rejects the dtype, the widths, the GPU or the cuDNN of this process.
     """
     q_BTNH = call.operands["q_BTNH"]
     kv = call.operands["kv"]
@@ -46,7 +50,9 @@ def cudnn_form(call: Call) -> Callable | None:
 
 
 def _attend(q_BTNH: jax.Array, kv: Contiguous, visible: Any, sink_N: Any, scale: float) -> jax.Array:
-    """Padding follows the real tokens, which see nothing after themselves: lengths do not matter."""
+    """Computes attention without lengths. Padding follows the real tokens, which see nothing after
+    themselves: lengths do not matter.
+    """
     stored: Any = kv.k, kv.v
     k_BTKH, v_BTKH = (jnp.swapaxes(x, 1, 2) for x in stored)
     window = None if kv.window is None or kv.window >= kv.slots else (kv.window - 1, 0)
@@ -56,8 +62,8 @@ def _attend(q_BTNH: jax.Array, kv: Contiguous, visible: Any, sink_N: Any, scale:
 
 
 def _divide_rows(x: jax.Array) -> jax.Array:
-    """The array, divided by rows over all axes of a mesh: jax rejects operands that are divided in different
-    ways, and the compiler does not see to it.
+    """Returns the array, divided by rows over all axes of a mesh: jax rejects operands that are divided in
+    different ways, and the compiler does not see to it.
     """
     mesh = _mesh(x)
     if mesh.empty or mesh.manual_axes:

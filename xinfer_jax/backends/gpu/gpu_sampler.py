@@ -38,32 +38,32 @@ _GROUP = 16  # rows that are sampled from the whole vocabulary at the same time
 
 
 def choice_form(call: Call) -> Callable:
-    """A form of `choose_tokens`."""
+    """Returns a form of `choose_tokens`."""
     return partial(_choose_in_one_branch, run_config=call.run_config)
 
 
 @always
 def known_form(logsumexp_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """A form of `known_logsumexp`: `choose_tokens` has computed it."""
+    """Returns a form of `known_logsumexp`: `choose_tokens` has computed it."""
     return logsumexp_B
 
 
 @always
 def sampled_from_form(taken_BV: jax.Array, **operands: Any) -> jax.Array:
-    """A form of `sampled_from`, which computes these logits again."""
+    """Returns a form of `sampled_from`, which computes these logits again."""
     return sampled_from_in_groups(**operands)
 
 
 def logsumexp_form(call: Call) -> Callable | None:
-    """A form of `logsumexp` in one pass; over a mesh as XLA does it."""
+    """Returns a form of `logsumexp` in one pass. Over a mesh it is the form of XLA."""
     return None if abstract_mesh_of(call.operands["logits_BV"]) else logsumexp_in_one_pass
 
 
 def choose_at_draft_positions(
     logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`choose_tokens` for T positions of each row at the same time, as B * T rows: before its T - 1 draft
-    tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
+    """Runs `choose_tokens` for T positions of each row at the same time, as B * T rows: before its T - 1
+    draft tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
     before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
     of each position in memory.
     """
@@ -81,8 +81,8 @@ def choose_at_draft_positions(
 
 def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
     """Returns the contexts of T + 1 positions of each row, as B * (T + 1) rows: before its draft tokens,
-    after the first, …, after all. Arrays of the vocabulary are computed element by element: a compiler
-    can do it where they are read, and need not store them.
+    after the first, …, after all. Arrays of the vocabulary are computed element by element, so a compiler can
+    compute them when they are read, and need not store them.
     """
     (B, T) = draft_BT.shape
     rows = repeated_rows(context, T + 1)
@@ -133,13 +133,13 @@ def context_with_tokens(context: Context, token_BT: jax.Array, count_B: jax.Arra
 
 
 def repeated_rows(tree: Any, times: int) -> Any:
-    """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
+    """Returns a tree of arrays with `times` copies of each row. The copies of a row are consecutive."""
     return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
-    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
-    from, and their logsumexp.
+    """Runs `choose_tokens` for GPUs. It returns the logits as they are in place of the logits that the tokens
+    were sampled from, and their logsumexp.
     """
     arrays = logits_BV, key_B, sampling_B, context
     token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, run_config, *arrays)
@@ -149,10 +149,12 @@ def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
 def _choose_of_rows(
     as_rows: Callable, group: int, run_config: RunConfig, *arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
-    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
-    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
-    branch makes the rows of `group` entries of the arrays after the others.
+    """Returns the tokens of the rows `as_rows(*arrays)` (logits, keys, settings and context), and the
+    logsumexp of these logits.
+
+    On GPUs the host waits for the predicate of each branch. There is one predicate: all rows are sampled from
+    their candidates, by processors that cost no additional pass over the logits. The other branch makes the
+    rows of `group` entries of the arrays one group after the other.
     """
     logits_BV, key_B, sampling_B, context = as_rows(*arrays)
     (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, run_config)
@@ -169,8 +171,8 @@ def _choose_of_rows(
 
 
 def _summarize_logits(logits_BV, sampling_B, context, run_config):
-    """The candidates among the logits with bias and repetition penalty, as `largest_k` returns them; and
-    the logsumexp of the logits as they are.
+    """Returns the candidates among the logits with bias and repetition penalty, as `largest_k` returns them,
+    and the logsumexp of the logits as they are.
     """
     V = logits_BV.shape[1]
     chosen = "xla"
@@ -203,7 +205,7 @@ def _summarize_logits(logits_BV, sampling_B, context, run_config):
 def sampled_from_in_groups(
     logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
 ) -> jax.Array:
-    """The logits [B, V] that GPUs sample from."""
+    """Returns the logits [B, V] that GPUs sample from."""
     arrays = logits_BV, key_B, sampling_B, context
     return in_row_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
 
@@ -214,6 +216,6 @@ def _process_and_sample(logits_BV, key_B, sampling_B, context):
 
 
 def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    """Returns bool [B]: which rows use a processor of `process_logits` that is not always applied."""
     none_B = jnp.zeros(context.position_B.shape[0], bool)
     return sum((uses_B for uses_B, _ in skippable_processors(sampling_B, context)), none_B)

@@ -17,8 +17,8 @@ _TILE = 128  # numbers that are reduced first
 
 @jax.custom_jvp
 def logsumexp_in_one_pass(logits_BV: jax.Array) -> jax.Array:
-    """float32 [B]: `logsumexp` of each row, by a reduction of pairs: the largest logit, and the sum of the
-    exponentials of logits relative to it. jax cannot differentiate such a reduction.
+    """Returns float32 [B]: `logsumexp` of each row, by a reduction of pairs: the largest logit, and the sum
+    of the exponentials of logits relative to it. jax cannot differentiate such a reduction.
     """
 
     def finite(largest):
@@ -45,14 +45,16 @@ def _logsumexp_jvp(primals, tangents):
 
 
 def threshold_form(call: Call) -> Callable | None:
-    """A form of `threshold`; over a mesh none: XLA does not divide a reduction of several arrays."""
+    """Returns a form of `threshold`. Over a mesh there is none: XLA does not divide a reduction of several
+    arrays.
+    """
     return None if abstract_mesh_of(call.operands["order_BV"]) else threshold_by_digits
 
 
 def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """int32 [B]: the largest threshold for which the weights (float32, at least 0) at or above it sum to at
-    least `least`; the smallest integer where there is none. 8 passes, each with 15 sums in one reduction,
-    find 4 bits each.
+    """Returns, int32 [B], the largest threshold for which the weights (float32, at least 0) at or above it
+    sum to at least `least`, or the smallest integer if there is none. 8 passes, each with 15 sums in one
+    reduction, find 4 bits each.
     """
     order_BIJ = _in_tiles(order_BV, 0)
     weight_BIJ = _in_tiles(weight_BV, 0)
@@ -72,8 +74,8 @@ def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.
 
 
 def _in_tiles(x_BV: jax.Array, padding: float) -> jax.Array:
-    """[B, I, J]: each row as I tiles of J numbers, to reduce tiles first. For a reduction of several arrays
-    over a whole row XLA would write a padded copy of each on a GPU.
+    """Returns [B, I, J]: each row as I tiles of J numbers, to reduce tiles first. For a reduction of several
+    arrays over a whole row XLA would write a padded copy of each on a GPU.
     """
     (B, V) = x_BV.shape
     return jnp.pad(x_BV, ((0, 0), (0, -V % _TILE)), constant_values=padding).reshape(B, -1, _TILE)

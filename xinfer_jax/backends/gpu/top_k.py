@@ -15,7 +15,7 @@ _MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers
 
 
 def gpu_top_k_form(call: Call) -> Callable | None:
-    """A form of `top_k`; None: XLA has a kernel."""
+    """Returns a form of `top_k`. None: XLA has a kernel."""
     count = call.static["count"]
     if call.operands["x"].shape[-1] <= _MOST_SORTED or count <= _MOST_BUILT_IN:
         return None
@@ -23,8 +23,8 @@ def gpu_top_k_form(call: Call) -> Callable | None:
 
 
 def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, which for CUDA sorts everything in 28 kernels: the largest numbers are in the groups with
-    the largest maxima. So x is read once.
+    """Computes `lax.top_k`, which for CUDA sorts everything in 28 kernels: the largest numbers are in the
+    groups with the largest maxima. So x is read once.
     """
     size = x.shape[-1]
     group = math.isqrt(size // count) + 1  # as many groups as numbers in `count` of them
@@ -38,14 +38,14 @@ def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def top_k_of_groups(
     largest: jax.Array, take: Callable[[jax.Array], jax.Array], group: int, size: int, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`top_k` of numbers in groups.
+    """Returns the `top_k` of numbers in groups.
 
     Args:
         largest: [..., groups], the largest number of each group.
-        take: gives the numbers at indices, int32 [..., I].
-        group: numbers of a group.
-        size: numbers of a row; the last group may have fewer.
-        count: results of a row.
+        take: a function that returns the numbers at indices, int32 [..., I].
+        group: the number of numbers in a group.
+        size: the number of numbers in a row. The last group may have fewer.
+        count: the number of results of a row.
     """
     _, which = lax.top_k(largest, min(count, largest.shape[-1]))
     which = jnp.sort(which, -1)  # so that the lowest index of equal numbers is first

@@ -21,18 +21,21 @@ from .gpu_sampler import choose_at_draft_positions, context_with_tokens, sampled
 
 @always
 def recording_form(token: jax.Array, alternatives: Any) -> tuple[jax.Array, Any]:
-    """A form of `after_recording`, which keeps the order."""
+    """Returns a form of `after_recording`, which keeps the order."""
     return lax.optimization_barrier((token, alternatives))
 
 
 def verify_form(call: Call) -> Callable | None:
-    """A form of `verify`: all positions are sampled at the same time, and the tokens after the first rejected
-    draft token are thrown away: these cost less than the launches of each position. None: with processors of
-    a caller, whose state after each draft token is known only in turn.
+    """Returns a form of `verify` that samples all positions at the same time. The tokens after the first
+    rejected draft token are thrown away: they cost less than the launches of each position. None: there are
+    processors of a caller, whose state after each draft token is known only in turn.
 
-    Of the predicates that the host waits for, greedy rows have one where a fused kernel serves (up to 64 rows
-    x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where no
-    kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
+    The host waits for these predicates:
+
+    - Greedy rows have one if a fused kernel serves (up to 64 rows x positions).
+    - Sampled rows have this one and the predicate of the sampler. If no kernel serves or alternatives are
+      recorded, they have only the predicate of the sampler.
+    - Recorded alternatives have one more if `wanted_B` says which rows asked for them.
     """
     if call.operands["state"].context.callers is not None:
         return None
@@ -40,7 +43,9 @@ def verify_form(call: Call) -> Callable | None:
 
 
 def _verify_at_once(state, draft_BT, outputs, run_config):
-    """The state after `verify`; the contexts of all positions are known, as they contain draft tokens."""
+    """Returns the state after `verify`. The contexts of all positions are known, as they contain draft
+    tokens.
+    """
     if state.alternatives is None and isinstance(outputs, Hidden):
         token_BT, logprob_BT = _sample_from_hidden(outputs, run_config, state, draft_BT)
         return append_tokens(state, token_BT, logprob_BT, _count_appended(token_BT, draft_BT, state))
@@ -53,8 +58,8 @@ def _verify_at_once(state, draft_BT, outputs, run_config):
 
 
 def _sample_from_hidden(outputs, run_config, state, draft_BT):
-    """The tokens [B, T] of all positions, and their log-probabilities. Where a fused kernel serves, greedy
-    rows need no logits.
+    """Returns the tokens [B, T] of all positions, and their log-probabilities. If a fused kernel serves,
+    greedy rows need no logits.
     """
     (B, T, D) = outputs.states.shape
     hidden_RD = outputs.states.reshape(-1, D)
@@ -72,13 +77,15 @@ def _sample_from_hidden(outputs, run_config, state, draft_BT):
 
 
 def _sample_from_logits(logits_BTV, state, draft_BT):
-    """The tokens [B, T] of all positions, and their log-probabilities."""
+    """Returns the tokens [B, T] of all positions, and their log-probabilities."""
     rows = state.key_B, state.sampling_B, state.context
     return choose_at_draft_positions(logits_BTV, *rows, draft_BT)
 
 
 def _count_appended(token_BT, draft_BT, state):
-    """int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the row."""
+    """Returns int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the
+    row.
+    """
     count = draft_BT.shape[1]
     index_T = jnp.arange(count)
     token_BT = token_BT[:, :count]
@@ -91,10 +98,13 @@ def _count_appended(token_BT, draft_BT, state):
 def record_tokens(
     logits_BTV: jax.Array, token_BT: jax.Array, draft_BT: jax.Array, count_B: jax.Array, state: DecodeState
 ) -> DecodeState:
-    """`record_token` of the first `count_B` tokens of each row, for GPUs: one predicate for all.
+    """Runs `record_token` for the first `count_B` tokens of each row, on GPUs: one predicate serves all.
 
-    logits_BTV, token_BT: of T positions; draft_BT: T - 1 draft tokens: those before a position were in its
-    context; count_B: 0 of rows that have ended; state: before these tokens.
+    Args:
+        logits_BTV, token_BT: logits and tokens of T positions.
+        draft_BT: T - 1 draft tokens. The ones before a position were in its context.
+        count_B: 0 for rows that have ended.
+        state: the state before these tokens.
     """
     if state.alternatives is None:
         return state
@@ -115,7 +125,7 @@ def record_tokens(
 def append_tokens(
     state: DecodeState, token_BT: jax.Array, logprob_BT: jax.Array, count_B: jax.Array
 ) -> DecodeState:
-    """`append_token` of the first `count_B` tokens of each row; 0 of rows that have ended."""
+    """Runs `append_token` for the first `count_B` tokens of each row. count_B: 0 for rows that have ended."""
     column_BT = _columns(state, count_B, token_BT.shape[1])
     row_B1 = jnp.arange(len(token_BT))[:, None]
     last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
@@ -132,12 +142,14 @@ def append_tokens(
 
 
 def _ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
-    """bool [B, T]: whether a token ends its row."""
+    """Returns bool [B, T]: True if a token ends its row."""
     return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
 
 
 def _columns(state: DecodeState, count_B: jax.Array, size: int) -> jax.Array:
-    """int32 [B, T]: the columns of each row's next tokens; past the end from `count_B` on. size: T."""
+    """Returns int32 [B, T]: the columns of each row's next tokens, past the end from `count_B` on. size:
+    T.
+    """
     index_T = jnp.arange(size)
     column_BT = next_column(state)[:, None] + index_T
     return jnp.where(index_T < count_B[:, None], column_BT, state.tokens_BT.shape[1])

@@ -19,12 +19,13 @@ _TPU_IMPLS = ("tpu", "interpret_tpu")
 
 
 def append_form(call: Call) -> Callable | None:
-    """A form of `rope_append`; None: there is no kernel for it."""
+    """Returns a form of `rope_append`. None: there is no kernel for it."""
     chosen = _select(call.operands["qkv"][0], call.operands["kv"], call.run_config.impl)
     if chosen == "xla":
         return None
     by_kernel = with_plain_derivative(call, chosen, partial(_by_kernel, chosen))
-    if chosen in _TPU_IMPLS:
+    norms = call.operands["norms"]
+    if chosen in _TPU_IMPLS and not (norms and norms[0].centered):
         return by_kernel
 
     def after_norms(qkv: Any, norms: Any, **rest: Any) -> tuple[jax.Array, Contiguous]:
@@ -34,7 +35,9 @@ def append_form(call: Call) -> Callable | None:
 
 
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
-    """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
+    """Returns the implementation. A named one is one of attention: other calls stay with XLA under every
+    name.
+    """
     k, v = kernel_arrays(kv)
     if k is None or abstract_mesh_of(k):
         return "xla"

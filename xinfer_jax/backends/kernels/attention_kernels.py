@@ -12,7 +12,9 @@ from ...ops.operation import Call
 
 
 def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
-    """Keys and values of a layer cache as kernels read them; None for each where no kernel does."""
+    """Returns the keys and values of a layer cache as kernels read them, or None for each that no kernel
+    reads.
+    """
     if kernel_obstacle(kv):
         return None, None
     k, v = (x.kernel_array() if isinstance(x, StoredKV) else x for x in (kv.k, kv.v))
@@ -20,14 +22,14 @@ def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
 
 
 def kernel_obstacle(kv: Contiguous) -> str | None:
-    """Why no kernel reads them."""
+    """Returns the reason why no kernel reads them."""
     if kv.value_width != kv.k.shape[3]:
         return f"values of another width than keys ({kv.value_width} and {kv.k.shape[3]})"
     return cache_dtype_of(kv.dtype_name).kernel_obstacle
 
 
 def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
-    """The layer cache with other arrays in place of those of `kernel_arrays`."""
+    """Returns the layer cache with other arrays in place of its `kernel_arrays`."""
 
     def stored(old: Any, array: Any) -> Any:
         return old.with_kernel_array(array) if isinstance(old, StoredKV) else array
@@ -36,8 +38,8 @@ def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
 
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
-    """The implementation for these queries and keys, which may be shapes, of "decode_attention" or
-    "prefill_attention". Raises InputError where the named one does not support them.
+    """Returns the implementation for these queries and keys, which may be shapes, of "decode_attention" or
+    "prefill_attention". Raises InputError if the named one does not support them.
     """
     k, v = kernel_arrays(kv)
     return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kernel_obstacle(kv))

@@ -23,7 +23,7 @@ _OTHERS = ("A_log", "dt_bias", "gated_norm")
 
 
 def delta_form(call: Call) -> Callable | None:
-    """A form of `delta_step`; None: there is no kernel for it."""
+    """Returns a form of `delta_step`. None: there is no kernel for it."""
     q_BTX = call.operands["products"][0]
     cache = call.operands["cache"]
     config = call.static["config"]
@@ -43,8 +43,9 @@ def delta_form(call: Call) -> Callable | None:
 def select_delta(
     name: str, impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent
 ) -> kernels_pallas.Selection:
-    """The implementation of the kernel of that name of a linear-attention layer; arrays may be shapes. A
-    named one is one of attention: layers that it does not serve stay with XLA under every name.
+    """Returns the implementation of the kernel of that name of a linear-attention layer. Arrays may be
+    shapes. A named implementation is a name for attention: layers that it does not serve stay with XLA under
+    every name.
     """
     if abstract_mesh_of(layer["conv_q"]):
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
@@ -83,7 +84,9 @@ def _without_drafts(
 def _with_drafts(
     run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
 ) -> tuple[jax.Array, Recurrent]:
-    """Applies the draft tokens that were accepted, then those of the call; a prompt's by its own kernel."""
+    """Applies the draft tokens that were accepted, then the tokens of the call. A prompt's tokens have a
+    separate kernel.
+    """
     is_prompt = name == "delta_prefill"
     tokens = jax.tree.map(lambda x: x[:, :0], new) if is_prompt else new
     accepted_B = jnp.clip(start_B - cache.base_B, 0, cache.draft_slots)

@@ -1,4 +1,4 @@
-"""A mixture of experts by a kernel, and what comes before it by another."""
+"""A mixture of experts by a kernel, and the operations before it by another kernel."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ _MOST_NUMBERS = 2**22  # of a router
 
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
-    """The implementation for these tokens and experts; raises as `named`."""
+    """Returns the implementation for these tokens and experts. Raises as `named` does."""
     weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
     obstacle = next(filter(None, map(_obstacle, weights)), None)
     if len(set(map(_layout, weights))) > 1:
@@ -35,7 +35,7 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
 
 
 def _obstacle(weight: Any) -> str | None:
-    """Why no kernel reads these matrices, or None."""
+    """Returns the reason why no kernel reads these matrices, or None."""
     weight = stored_weight(weight)
     if not is_quantized(weight) or isinstance(weight, Mxfp4Weight | Fp8Weight):
         return None
@@ -55,14 +55,14 @@ def _layout(weight: Any) -> tuple[Any, ...]:
 
 
 def _arrays(experts: Params) -> list[Any]:
-    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
+    """Returns the matrices of gate, up and down as kernels take them, then their biases if there are any."""
     leaves = [experts[name] for name in ("gate", "up", "down")]
     arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
     return list(map(_operand, arrays))
 
 
 def _operand(x: Any) -> Any:
-    """Matrices of experts, or biases, as kernels take them."""
+    """Returns matrices of experts, or biases, as kernels take them."""
     x = stored_weight(x)
     if isinstance(x, Mxfp4Weight):
         return kernels_pallas.Mxfp4(x.values, x.scale)
@@ -85,8 +85,8 @@ EXPERTS = Kernel(_select, _run)
 
 
 def _select_route(call: Call) -> kernels_pallas.Selection:
-    """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
-    under every name.
+    """Returns the implementation of the operations before experts, in one launch. It is "xla" if there is no
+    kernel for it, under every name.
     """
     leaves = call.operands["leaves"]
     impl = call.run_config.impl
@@ -96,6 +96,8 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
         reason = "a kernel for TPUs"
     elif router.kind != "softmax":
         reason = f"a router of the kind {router.kind!r}"
+    elif "mlp_norm" in leaves and call.static["config"].layers[0].centered_norms:
+        reason = "a norm that subtracts the mean"
     elif call.operands["given_BTU"] is not None or router.input_scale or router.per_expert_scale:
         reason = "experts that are given, or a router with a norm or scales of its own"
     elif not router.norm_topk_prob:

@@ -36,7 +36,7 @@ ARGMAX = Kernel(_select_argmax, lambda impl, logits_BV: kernels_pallas.run_kerne
 
 
 def can_fuse_head(params: Params, hidden_BD: jax.Array, run_config: RunConfig) -> bool:
-    """Whether `greedy_tokens` may run a kernel."""
+    """Returns True if `greedy_tokens` may run a kernel."""
     leaf = lm_head(params)
     if "bias" in leaf or abstract_mesh_of(leaf):
         return False
@@ -45,8 +45,8 @@ def can_fuse_head(params: Params, hidden_BD: jax.Array, run_config: RunConfig) -
 
 
 def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels_pallas.Selection | None:
-    """The implementation of `greedy_tokens` without a bias; None: no kernel is for such a weight under any
-    name.
+    """Returns the implementation of `greedy_tokens` without a bias. None: no kernel is for such a weight
+    under any name.
     """
     if not is_quantized(weight):
         return named("lm_head_argmax", impl, hidden_BD, weight)
@@ -58,7 +58,9 @@ def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels
 def greedy_tokens(
     params: Params, config: ModelConfig, hidden_BD: jax.Array, run_config: RunConfig = DEFAULT
 ) -> tuple[jax.Array, jax.Array]:
-    """The most likely tokens, int32 [B], and their log-probabilities, float32 [B]; if `can_fuse_head`."""
+    """Returns the most likely tokens, int32 [B], and their log-probabilities, float32 [B]. Call it only if
+    `can_fuse_head`.
+    """
     weight = lm_head(params)["weight"]
     cap = config.final_logit_softcapping
     hidden_BD = head_input(hidden_BD, config)
@@ -81,12 +83,16 @@ def greedy_tokens(
 
 
 def sampling_form(call: Call) -> Callable | None:
-    """A form of `sample_from_hidden`: greedy rows need no logits. None: no kernel serves.
+    """Returns a form of `sample_from_hidden`: greedy rows need no logits. None: no kernel serves.
 
-    Of the predicates that the host of a GPU waits for in each step, greedy rows have this one. Sampled rows
-    have this one and that of the sampler, or only that of the sampler where no kernel serves (as with all
-    settings, whose `is_plain_greedy` is a constant). The two cannot be one: whether the candidates suffice
-    depends on the logits, which greedy rows do not compute.
+    The host of a GPU waits for these predicates in each step:
+
+    - Greedy rows have this one.
+    - Sampled rows have this one and the predicate of the sampler. If no kernel serves, they have only the
+      predicate of the sampler (as with all settings, whose `is_plain_greedy` is a constant).
+
+    The two cannot be one: it depends on the logits whether the candidates suffice, and greedy rows do not
+    compute logits.
     """
     operands = call.operands
     if operands["state"].alternatives is not None:

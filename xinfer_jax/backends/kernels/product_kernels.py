@@ -1,4 +1,4 @@
-"""Matrix products by a kernel: which ones it takes."""
+"""Matrix products by a kernel, and the choice of the products that it takes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit
 
 
 class Operands(NamedTuple):
-    """What products read."""
+    """The operands of products."""
 
     x: Any  # [..., I]
     leaves: Sequence[Params]  # matrices that share x, with their biases
@@ -35,11 +35,14 @@ class Operands(NamedTuple):
 
 
 def products_form(call: Call) -> Callable | None:
-    """A form of `products` in one launch, with the derivative of `plain`. Where no kernel takes them all: of
-    the products without their norm, and of each. None: of none.
+    """Returns a form of `products` in one launch, with the derivative of `plain`. If no kernel takes them
+    all, it is a form of the products without their norm, and of each product. None: no kernel takes any of
+    them.
     """
     leaves = call.operands["leaves"]
     before = call.operands["before"]
+    if before is not None and before.centered:  # no kernel has such a norm
+        return partial(_in_parts, call.run_config, **call.static)
     operands = Operands(call.operands["x"], leaves, before and before.weight)
     chosen = select_product(call.run_config.impl, operands, call.static["activation"]).impl
     if chosen != "xla":
@@ -60,7 +63,9 @@ def _in_parts(run_config: RunConfig, x, leaves, before, residual, activation, dt
 
 
 def _product(x: jax.Array, leaf: Params, dtype: Any, run_config: RunConfig) -> jax.Array:
-    """The product of one leaf; of one with adapters by the best form for the matrix alone."""
+    """Returns the product of one leaf. The product of a leaf with adapters has the best form for the matrix
+    alone.
+    """
     weight = leaf["weight"]
     if not _is_adapted(weight):
         return products(x, [leaf], dtype=dtype, run_config=run_config)[0]
@@ -69,7 +74,7 @@ def _product(x: jax.Array, leaf: Params, dtype: Any, run_config: RunConfig) -> j
 
 
 def _is_adapted(weight: Any) -> bool:
-    """Whether it has adapters, and its inputs are not divided over devices."""
+    """Returns True if a matrix has adapters and its inputs are not divided over devices."""
     return isinstance(weight, AdaptedWeight) and weight.axis_name is None
 
 
@@ -78,9 +83,9 @@ def _base(weight: Any) -> Any:
 
 
 def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
-    """The implementation of products in one launch; "xla" where there is no kernel for them.
+    """Returns the implementation of products in one launch, or "xla" if there is no kernel for them.
 
-    A named implementation is one of attention: other matrices stay with XLA under every name.
+    A named implementation is a name for attention: other matrices stay with XLA under every name.
     """
     x, leaves, norm_weight = operands
     if impl == "xla":
@@ -104,7 +109,9 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
 
 
 def _unsupported_adapters(x, leaves, rows: int, on_tpu: bool) -> str | None:
-    """Why a kernel does not take the adapters of these matrices; None: it does, or there are none."""
+    """Returns the reason why a kernel does not take the adapters of these matrices. None: it does, or there
+    are none.
+    """
     weights = [leaf["weight"] for leaf in leaves if isinstance(leaf["weight"], AdaptedWeight)]
     for weight in weights:
         weight.check_rows(x)
@@ -125,7 +132,7 @@ def _unsupported_adapters(x, leaves, rows: int, on_tpu: bool) -> str | None:
 
 
 def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """Why the TPU kernel does not take these products in one launch, or None."""
+    """Returns the reason why the TPU kernel does not take these products in one launch, or None."""
     if rows > FEW_ROWS:
         return f"{rows} rows, more than {FEW_ROWS}"
     if len(set(map(_format, matrices))) > 1:
@@ -160,7 +167,7 @@ def _other_kind(matrix: Any) -> str:
 
 
 def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """Why a GPU kernel does not take these matrices; None: it does."""
+    """Returns the reason why a GPU kernel does not take these matrices. None: it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
     if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
@@ -178,8 +185,8 @@ def _has_int8_activations(matrix: Any) -> bool:
 
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
-    """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
-    matrices too.
+    """Returns the reason why a kernel does not take one matrix. None: it does. normed: x has a norm. several:
+    other matrices share x.
     """
     if is_quantized(matrix) and not isinstance(matrix, Int8Weight | GroupedWeight | Fp8Weight):
         return _other_kind(matrix)
@@ -200,7 +207,7 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
 
 
 def _format(matrix: Any) -> tuple[Any, ...]:
-    """The kind of a matrix, and which numbers share a scale."""
+    """Returns the kind of a matrix, and which numbers share a scale."""
     return type(matrix), getattr(matrix, "group", None), getattr(matrix, "has_blocks", False)
 
 
@@ -230,7 +237,7 @@ def _run(kernel: str, x, leaves, before: Norm | None, residual, activation, dtyp
 
 
 def _matrix(leaf: Params, B: int, M: int) -> Matrix:
-    """A leaf as the operand of a kernel, for M rows: those of B, each with all of its tokens."""
+    """Returns a leaf as the operand of a kernel, for M rows: the rows of B, each with all of its tokens."""
     weight = leaf["weight"]
     bias = leaf.get("bias")
     if isinstance(weight, AdaptedWeight):

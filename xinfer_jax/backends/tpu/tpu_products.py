@@ -16,22 +16,23 @@ _FEW_TPU_ROWS = 64  # up to this number of rows a TPU multiplies by levels
 
 
 def apart_form(call: Call) -> Callable | None:
-    """A form of `apart`: XLA would compute a norm or an activation again for each tile of the products that
-    read it: 1,024 rows of 7B's gate take 249 us on a v6e instead of 176. None: of few rows.
+    """Returns a form of `apart`: XLA would compute a norm or an activation again for each tile of the
+    products that read it: 1,024 rows of 7B's gate take 249 us on a v6e instead of 176. None: there are few
+    rows.
     """
     x = call.operands["x"]
     return lax.optimization_barrier if x.size > FEW_ROWS * x.shape[-1] else None
 
 
 def row_form(call: Call) -> Callable | None:
-    """A form of products of a single row; None: there are more. TPUs multiply a single row on their vector
-    units. Eight rows, a tile of their matrix units, take a third of the time or less.
+    """Returns a form of products of a single row. None: there are more. TPUs multiply a single row on their
+    vector units. Eight rows, a tile of their matrix units, take a third of the time or less.
     """
     return _padded(call.plain) if len(call.operands["x"]) == 1 else None
 
 
 def tpu_grouped_form(call: Call) -> Callable | None:
-    """A form of `grouped_product`; None: with int8 activations, of several rows."""
+    """Returns a form of `grouped_product`. None: there are int8 activations and several rows."""
     if call.operands["matrix"].int8_activations:
         return row_form(call)
     return _padded(tpu_grouped_product) if len(call.operands["x"]) == 1 else tpu_grouped_product
