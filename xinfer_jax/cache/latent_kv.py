@@ -47,7 +47,7 @@ class LatentKV(StoredKV):
         return self.values, self.values[..., : self.rank]
 
     def separate(self) -> tuple[Any, Any]:
-        """The latents and the rotated parts."""
+        """Returns the latents and the rotated parts."""
         return self.values[..., : self.rank], self.values[..., self.rank :]
 
     def join(self, k: Any, v: Any) -> Self:
@@ -58,7 +58,7 @@ class LatentKV(StoredKV):
 def empty_latents(
     shape: tuple[int, ...], rank: int, dtype: Any, mesh: Mesh | None = None, has_rows: bool = True
 ) -> LatentKV:
-    """Zeros, [B, K, S, C + R], divided over a mesh as in `sharded_pair`."""
+    """Returns zeros, [B, K, S, C + R], divided over a mesh as in `sharded_pair`."""
     return shard_heads(LatentKV(jnp.zeros(shape, dtype), None, rank), mesh, has_rows)
 
 

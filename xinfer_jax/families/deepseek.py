@@ -64,9 +64,14 @@ def read_youtu(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 _LATENT = dict(
-    head_dim=64, rope_interleave=True, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-    qk_rope_head_dim=64, v_head_dim=128,
-)  # fmt: skip
+    head_dim=64,
+    rope_interleave=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 DEEPSEEK_V3 = Family(
     DEFAULTS
     | _LATENT

@@ -37,9 +37,14 @@ def write_mistral4(config: ModelConfig) -> dict[str, Any]:
 
 
 _ROPE = dict(  # where config.json has none
-    rope_type="yarn", rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192, mscale=1.0,
-    mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
-)  # fmt: skip
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=128.0,
+    original_max_position_embeddings=8192,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
 FAMILY = Family(
     DEFAULTS
     | dict(

@@ -123,8 +123,8 @@ class LatentAttention(Mixer):
     def _project(
         self, params: Params, x_BTD: jax.Array, positions: Positions, before: Norm | None, run_config: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries by head, [B, T, N, P + R], latents and the part of keys that all heads share, after their
-        norms and RoPE.
+        """Returns queries by head, [B, T, N, P + R], latents, and the part of keys that all heads share,
+        all after their norms and RoPE.
         """
         spec = self.spec
         has_latent = spec.q_lora_rank is not None
@@ -143,7 +143,7 @@ class LatentAttention(Mixer):
         return checkpoint_name((q_BTNH, latent_BTC, shared_BTR), "qkv")
 
     def _rotate(self, x_BTNR: jax.Array, positions: Positions) -> jax.Array:
-        """x after RoPE. Of interleaved pairs the first numbers come before the second ones."""
+        """Returns x after RoPE, with the first numbers of interleaved pairs before the second ones."""
         rope = self.config.rope
         if rope.interleaved:
             x_BTNR = halves_first(x_BTNR, rope)
@@ -152,7 +152,7 @@ class LatentAttention(Mixer):
     def _expanded(
         self, params: Params, latent_BTC: jax.Array, rotated_BTR: jax.Array, run_config: Any
     ) -> Contiguous:
-        """Keys, [B, N, T, P + R], and values, [B, N, T, V], of all heads."""
+        """Returns the keys, [B, N, T, P + R], and the values, [B, N, T, V], of all heads."""
         spec = self.spec
         leaves = [params["k_up"], params["v_up"]]
         k_BTI, v_BTI = products(latent_BTC, leaves, run_config=run_config)
@@ -210,7 +210,7 @@ class LatentAttention(Mixer):
 
 
 def _times_rows(x_BTNO: jax.Array, leaf: Params) -> jax.Array:
-    """[B, T, N, I]: each head's numbers times its rows of a matrix [N O, I]."""
+    """Returns each head's numbers times its rows of a matrix [N O, I], [B, T, N, I]."""
     base_NOI, adapter = _by_head(leaf["weight"], x_BTNO)
     y = _einsum("btno,noi->btni", x_BTNO, base_NOI)
     if adapter:
@@ -220,7 +220,7 @@ def _times_rows(x_BTNO: jax.Array, leaf: Params) -> jax.Array:
 
 
 def _times_columns(x_BTNI: jax.Array, leaf: Params) -> jax.Array:
-    """[B, T, N, O]: each head's numbers times the transpose of its rows of a matrix [N O, I]."""
+    """Returns each head's numbers times the transpose of its rows of a matrix [N O, I], [B, T, N, O]."""
     base_NOI, adapter = _by_head(leaf["weight"], x_BTNI)
     y = _einsum("btni,noi->btno", x_BTNI, base_NOI)
     if adapter:
@@ -230,7 +230,7 @@ def _times_columns(x_BTNI: jax.Array, leaf: Params) -> jax.Array:
 
 
 def _by_head(weight: Any, x_BTNX: jax.Array) -> tuple[jax.Array, Any]:
-    """A matrix [N O, I] as [N, O, I], and the adapters of the rows of x, if it has some."""
+    """Returns a matrix [N O, I] as [N, O, I], and the adapters of the rows of x, if it has some."""
     (B, _, N, _) = x_BTNX.shape
     if not isinstance(weight, AdaptedWeight):
         return weight.reshape(N, -1, weight.shape[-1]), None
@@ -242,6 +242,6 @@ def _by_head(weight: Any, x_BTNX: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The einsum in float32; float32 operands are not rounded first."""
+    """Returns the einsum in float32. It does not round float32 operands first."""
     precision = float_precision(y.dtype)
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32, precision=precision)
