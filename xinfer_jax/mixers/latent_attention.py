@@ -172,19 +172,24 @@ class LatentAttention(Mixer):
         return (self.spec.qk_nope_head_dim + self.spec.qk_rope_head_dim) ** -0.5 * factor**2
 
     @property
+    def num_kv_heads(self) -> int:
+        """K, copies of each latent in the cache."""
+        return self.spec.num_key_value_heads
+
+    @property
     def key_width(self) -> int:
         """C + R, the numbers of a token in the cache."""
         return self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> Contiguous:
         check_latent_dtype(dtype)
-        shape = batch, self.spec.num_key_value_heads, self._slots(capacity, dtype), self.key_width
+        shape = batch, self.num_kv_heads, self._slots(capacity, dtype), self.key_width
         latents = empty_latents(shape, self.spec.kv_lora_rank, dtype, mesh)
         return Contiguous(latents, None, None, capacity)
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
         check_latent_dtype(dtype)
-        numbers = self.spec.num_key_value_heads * self._slots(capacity, dtype) * self.key_width
+        numbers = self.num_kv_heads * self._slots(capacity, dtype) * self.key_width
         return numbers * jnp.dtype(dtype).itemsize
 
     def _slots(self, capacity: int, dtype: Any) -> int:
@@ -192,17 +197,17 @@ class LatentAttention(Mixer):
 
     def empty_pool(self, pages: int, dtype: Any, mesh: Mesh | None = None) -> tuple[LatentKV, None]:
         check_latent_dtype(dtype)
-        shape = pages, self.spec.num_key_value_heads, PAGE_SIZE, self.key_width
+        shape = pages, self.num_kv_heads, PAGE_SIZE, self.key_width
         return empty_latents(shape, self.spec.kv_lora_rank, dtype, mesh, False), None
 
     @property
     def fits(self) -> tuple[int, ...]:
-        return self.spec.num_key_value_heads, self.key_width, self.spec.kv_lora_rank
+        return self.num_kv_heads, self.key_width, self.spec.kv_lora_rank
 
     @property
     def divided(self) -> tuple[Divided, ...]:
         heads = Divided("heads", "heads", self.config.num_attention_heads)
-        return heads, Divided("kv_heads", "kv_heads", self.spec.num_key_value_heads)
+        return heads, Divided("kv_heads", "kv_heads", self.num_kv_heads)
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
         query = jax.ShapeDtypeStruct((rows, 1, self.config.num_attention_heads, self.key_width), dtype)
