@@ -46,10 +46,22 @@ def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     DEFAULTS
     | dict(
-        head_dim=64, num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5,
-        rope_interleave=True, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
-        v_head_dim=256, moe_intermediate_size=1536, num_experts_per_tok=4, n_routed_experts=64,
-        n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.8,
+        head_dim=64,
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        rope_interleave=True,
+        q_lora_rank=768,
+        kv_lora_rank=512,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        v_head_dim=256,
+        moe_intermediate_size=1536,
+        num_experts_per_tok=4,
+        n_routed_experts=64,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.8,
     ),
     read_glm4_moe_lite,
     "Glm4MoeLiteForCausalLM",
@@ -57,4 +69,4 @@ FAMILY = Family(
     NAMES,
     {LatentAttentionSpec.kind: KV_B},
     unused_glm4_moe,
-)  # fmt: skip
+)

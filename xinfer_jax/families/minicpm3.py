@@ -47,12 +47,22 @@ def write_minicpm3(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     dict(
-        head_dim=32, num_key_value_heads=40, max_position_embeddings=32768, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32,
-        v_head_dim=None, scale_emb=12, scale_depth=1.4, dim_model_base=256,
+        head_dim=32,
+        num_key_value_heads=40,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        q_lora_rank=768,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=None,
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=256,
     ),
     read_minicpm3,
     "MiniCPM3ForCausalLM",
     write_minicpm3,
     mixer_names={LatentAttentionSpec.kind: KV_B},
-)  # fmt: skip
+)

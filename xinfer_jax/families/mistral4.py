@@ -48,9 +48,19 @@ _ROPE = dict(  # where config.json has none
 FAMILY = Family(
     DEFAULTS
     | dict(
-        head_dim=128, num_key_value_heads=32, max_position_embeddings=1048576, rope_interleave=True,
-        q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128,
-        moe_intermediate_size=2048, num_experts_per_tok=4, n_routed_experts=128, n_shared_experts=1,
+        head_dim=128,
+        num_key_value_heads=32,
+        max_position_embeddings=1048576,
+        rope_interleave=True,
+        q_lora_rank=1024,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=2048,
+        num_experts_per_tok=4,
+        n_routed_experts=128,
+        n_shared_experts=1,
         norm_topk_prob=True,
     ),
     read_mistral4,
@@ -61,4 +71,4 @@ FAMILY = Family(
     ),
     {LatentAttentionSpec.kind: KV_B},
     unused_shared_experts,
-)  # fmt: skip
+)
