@@ -123,9 +123,7 @@ def test_transformers_opens_what_is_saved(tmp_path, name):
     config, params, model = build(name)
     prompt = cases.prompts(cases.CASES[name])[1]
     xj.save_model(params, config, tmp_path / "ours", max_shard_bytes=100_000)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", dtype="auto", attn_implementation="eager"
-    ).eval()
+    opened = type(model).from_pretrained(tmp_path / "ours", dtype="auto", attn_implementation="eager").eval()
     np.testing.assert_allclose(cases.hf_logits(opened, prompt), cases.hf_logits(model, prompt), atol=1e-5)
     model.save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
