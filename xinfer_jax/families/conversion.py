@@ -252,7 +252,7 @@ def _is_padded(spec: ParamSpec, shape: Shape) -> bool:
     """Returns True if it is the shape of a matrix of the vocabulary with more rows, which divide it over a
     mesh.
     """
-    return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
+    return spec.axes[:1] == ("vocab",) and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
 
 
 def _without_padding(spec: FileSpec, leaf: Any) -> Any:
