@@ -482,8 +482,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
-        if not shape:  # constants of xIELU
-            return np.array(dict(beta=0.4, eps=-0.2)[name.split(".")[-1]])
+        if name.endswith(("act_fn.beta", "act_fn.eps")):  # constants of xIELU
+            return np.array([0.4 if name.endswith("beta") else -0.2])
         if name.endswith("A_log"):
             # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
             return np.log(random.uniform(0.01, 1, shape))

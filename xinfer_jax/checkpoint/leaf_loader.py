@@ -114,7 +114,7 @@ class LeafLoader:
         """
         if quantized and self.quant_format and self.quant_format.is_read_whole:
             return True
-        if spec.axes[:1] == ("vocab",):
+        if spec.axes[0] == "vocab":
             return spec.shape[0] % self._num_devices > 0
         form = None if quantized else self._kept_form(spec)
         has_order = any(name.endswith(".order") for name in quantized) or form and form.order is not None

@@ -252,7 +252,7 @@ def _is_padded(spec: ParamSpec, shape: Shape) -> bool:
     """Returns True if it is the shape of a matrix of the vocabulary with more rows, which divide it over a
     mesh.
     """
-    return spec.axes[:1] == ("vocab",) and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
+    return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
 
 
 def _without_padding(spec: FileSpec, leaf: Any) -> Any:
@@ -308,8 +308,8 @@ def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
 
 def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
     """Returns, for each axis of a leaf, the axis of the tensor that holds it."""
-    if (unit := spec.unit_axis) is not None:
-        return [axis + (axis >= unit) for axis in range(len(spec.shape))]
+    if (axes := spec.axes_of_leaves) is not None:
+        return [axes.index(axis) if axis in axes else None for axis in range(len(spec.shape))]
     swapped = inputs_first or spec.interleaved and len(spec.shape) > 2
     return [0, 2, 1] if swapped else [*range(len(spec.shape))]
 

@@ -33,7 +33,7 @@ class XieluMlp(Mlp):
 
     def param_specs(self) -> Params:
         alphas = dict.fromkeys(("alpha_p", "alpha_n"), tensor((1, None), init="small"))
-        constants = {name: ParamSpec((), (), init=value) for name, value in _CONSTANTS.items()}
+        constants = {name: ParamSpec((1,), (None,), init=value) for name, value in _CONSTANTS.items()}
         return super().param_specs() | {"xielu": alphas | constants}
 
     def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:

@@ -66,7 +66,7 @@ def reshard(
         x = leaf if dtype is None else leaf.astype(spec.dtype or dtype)
         if spec.shape != wanted.shape:
             x = grow_rows(x, len(x) * wanted.kv_heads // spec.kv_heads, spec.kv_heads)
-        if spec.axes[:1] == ("vocab",) and (more := -len(x) % devices):
+        if spec.axes[0] == "vocab" and (more := -len(x) % devices):
             x = grow_rows(x, len(x) + more)
         if quantize is None or not spec.is_quantizable:
             return x
