@@ -76,7 +76,7 @@ def test_the_table_of_leaves_is_that_of_the_specs():
     leaves: dict[str, set[str]] = {}
     for case in cases.CASES.values():
         for leaf in xj.params.param_names(case.config):
-            axes = ", ".join(axis or "-" for axis in leaf.axes) or "none"
+            axes = ", ".join(axis or "-" for axis in leaf.axes)
             leaves.setdefault(axes, set()).add(re.sub(r"layers\.\d+", "layers.i", leaf.path))
     table = [f"| {axes} | {', '.join(f'`{x}`' for x in sorted(leaves[axes]))} |" for axes in sorted(leaves)]
     text = (ROOT / "xinfer_jax/TRAINING.md").read_text(encoding="utf-8")

@@ -549,8 +549,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
-        if not shape:  # constants of xIELU
-            return np.array(dict(beta=0.4, eps=-0.2)[name.split(".")[-1]])
+        if name.endswith(("act_fn.beta", "act_fn.eps")):  # constants of xIELU
+            return np.array([0.4 if name.endswith("beta") else -0.2])
         if name.endswith("A_log"):
             # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
             return np.log(random.uniform(0.01, 1, shape))
@@ -610,6 +610,7 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
 
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
+    state = {name.replace("mlp.gate.moe_statics", "mlp.moe_statics"): x for name, x in state.items()}
 
     def part(spec: FileSpec) -> np.ndarray:
         if spec.fused_name is None:

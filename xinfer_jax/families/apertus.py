@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from ..feed_forward.xielu_mlp import XieluMlpSpec
-from .family import Family, Names
+from .family import Family, Joined, Names
 from .layer_fields import attention_bias
 from .rope_settings import read_rope
 
@@ -24,10 +24,14 @@ def read_apertus(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(rope=read_rope(hf), layers=(layer,) * layers)
 
 
+# Constants that files have as numbers.
+_CONSTANTS = tuple(
+    Joined(f"mlp.act_fn.{name}", (f"xielu.{name}",), axes_of_leaves=()) for name in ("beta", "eps")
+)
 _NORMS = dict(attn_norm="attention_layernorm.weight", mlp_norm="feedforward_layernorm.weight")
 FAMILY = Family(
     dict(max_position_embeddings=65536, rms_norm_eps=1e-5, rope_theta=1.2e7, hidden_act=_XIELU),
     read_apertus,
     "ApertusForCausalLM",
-    names=Names(_NORMS),
+    names=Names(_NORMS, _CONSTANTS),
 )

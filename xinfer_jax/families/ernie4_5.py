@@ -104,7 +104,7 @@ MOE = Family(
     write_ernie4_5_moe,
     Names(
         EXPERTS | SHARED_EXPERTS | {"router.correction_bias": f"mlp.gate.{_BIAS}"},
-        (*STACKED, Joined(f"mlp.{_BIAS}", ("router.correction_bias",), unit_axis=0)),
+        (*STACKED, Joined(f"mlp.{_BIAS}", ("router.correction_bias",), axes_of_leaves=(None, 0))),
     ),
     unused=unused_ernie4_5_moe,
 )

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..config.layer_spec import MlpSpec
 from ..weights.layers import linear, products
@@ -12,7 +11,7 @@ from ..weights.param_specs import ParamSpec, tensor
 from ..weights.params import Params
 from .mlp import Mlp
 
-_CONSTANTS = dict(beta=0.5, eps=-1e-6)  # which files have too; training does not change them
+_CONSTANTS = dict(beta=0.5, eps=-1e-6)  # numbers of every published model, which files have too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class XieluMlp(Mlp):
 
     def param_specs(self) -> Params:
         alphas = dict.fromkeys(("alpha_p", "alpha_n"), tensor((1, None), init="small"))
-        constants = {name: ParamSpec((), (), init=value) for name, value in _CONSTANTS.items()}
+        constants = {name: ParamSpec((1,), (None,), init=value) for name, value in _CONSTANTS.items()}
         return super().param_specs() | {"xielu": alphas | constants}
 
     def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:
@@ -48,9 +47,9 @@ def xielu(x: jax.Array, params: Params) -> jax.Array:
     the dtype of x. Both alphas are positive functions of the parameters of these names.
     """
     numbers = {name: leaf.astype(jnp.float32) for name, leaf in params.items()}
-    beta, eps = (lax.stop_gradient(numbers[name]) for name in _CONSTANTS)
+    beta = numbers["beta"]
     alpha_p = jax.nn.softplus(numbers["alpha_p"])
     alpha_n = beta + jax.nn.softplus(numbers["alpha_n"])
     x32 = x.astype(jnp.float32)
-    negative = (jnp.expm1(jnp.minimum(x32, eps)) - x32) * alpha_n
+    negative = (jnp.expm1(jnp.minimum(x32, numbers["eps"])) - x32) * alpha_n
     return (jnp.where(x32 > 0, alpha_p * x32 * x32, negative) + beta * x32).astype(x.dtype)
