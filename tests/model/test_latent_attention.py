@@ -12,6 +12,7 @@ import pytest
 from family_checks import CACHED, NEW, OPTIONS
 from layer_changes import with_mixer
 from random_matrices import write_checkpoint
+from scaled_checkpoints import assert_equal, checkpoint, equal_model, fp8, fp8_settings
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import cache_bytes
@@ -182,6 +183,39 @@ def test_int8_matrices_and_what_stays_float(tmp_path):
     xj.save_model(near.params, near.config, tmp_path / "int8")
     again = xj.load_model(tmp_path / "int8", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, near.params)
+
+
+@pytest.mark.full
+def test_fp8_files_whose_matrices_stay(tmp_path):
+    """In blocks, which cross the heads of `kv_b_proj`. Its two matrices become floats."""
+    sizes = dict(kv_lora_rank=144, q_lora_rank=132, qk_nope_head_dim=40, v_head_dim=56, hidden_size=160)
+    hf = CASE.hf | sizes | dict(num_hidden_layers=1)
+    path, equal = checkpoint(tmp_path / "a", hf, fp8_settings([128, 128]), fp8((128, 128)))
+    kept = xj.load_model(path, "float32", "fp8")
+    assert_equal(kept, equal_model(tmp_path / "b", hf, equal))
+    layer = kept.params["layers"][0]
+    is_kept = {
+        name for name, leaf in layer.items() if isinstance(leaf, dict) and is_quantized(leaf["weight"])
+    }
+    assert is_kept == {"q_a", "q_b", "kv_a", "o", "gate", "up", "down"}
+    xj.save_model(kept.params, kept.config, tmp_path / "c", like=path)
+    again = xj.load_model(tmp_path / "c", "float32", "fp8")
+    jax.tree.map(np.testing.assert_array_equal, again.params, kept.params)
+
+
+@pytest.mark.full
+def test_pages_in_host_memory_and_files(model, tmp_path):
+    params, config, _ = model
+    draws = np.random.RandomState(0)
+    prompts = [draws.randint(0, cases.VOCAB, n).tolist() for n in (100, 90, 70, 110)]
+    wanted = xj.generate(params, config, prompts, dataclasses.replace(CACHED, capacity=256)).tokens
+    sizes = dict(rows=2, capacity=256, chunk=64, pages=6, host_pages=16, page_directory=tmp_path)
+    for hits in ("hits", "file_hits"):
+        with xj.Engine(xj.Model(params, config), **sizes) as engine:
+            for _ in range(2):
+                requests = [engine.submit(prompt, OPTIONS) for prompt in prompts]
+                assert [request.result().tokens[0] for request in requests] == wanted
+            assert getattr(engine.stats, hits)
 
 
 def test_saved_settings(tmp_path):
