@@ -21,6 +21,7 @@ DATACLASSES = {
     "cache.contiguous": ("Contiguous",),
     "cache.float8_kv": ("Float8KV",),
     "cache.gear": ("GearKV",),
+    "cache.latent_kv": ("LatentKV",),
     "cache.kv_cache": ("KVCache",),
     "cache.paged": ("Paged", "RoutePages"),
     "cache.quantized_kv": ("QuantizedKV",),

@@ -39,6 +39,10 @@ FORMS = {
         dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "shared_expert_gate"], r=4),
     ),
     "hybrid apart": ("qwen3-5-tied", dict(target_modules="all-linear", r=4, lora_alpha=3)),
+    "latent attention": (
+        "deepseek-v3-yarn-groups",
+        dict(target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], r=3),
+    ),
     "short convolutions": ("lfm2-published-tied", dict(target_modules="all-linear", r=3, lora_alpha=5)),
     "head": ("gemma2-long-caps", dict(target_modules=["lm_head", "embed_tokens", "v_proj"], r=3)),
     "embeddings": (
@@ -67,8 +71,8 @@ FORMS = {
 
 # Plain, fused, apart, experts, embeddings and heads, norms, and matrices that share a pair.
 GRADIENTS = (
-    "patterns", "fused", "hybrid apart", "embeddings", "mixtral", "experts of gpt_oss", "norms of one kind",
-    "tied",
+    "patterns", "fused", "latent attention", "hybrid apart", "embeddings", "mixtral", "experts of gpt_oss",
+    "norms of one kind", "tied",
 )  # fmt: skip
 
 

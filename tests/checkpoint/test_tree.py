@@ -25,7 +25,10 @@ OTHERS = (
     "qwen3-5-tied", "lfm2-bias-untied-layer-types",
 )  # fmt: skip
 # Published with a tensor for each expert.
-APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "glm4_moe")
+APART = (
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "glm4_moe", "dots1",
+    "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+)  # fmt: skip
 
 
 def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.ModelConfig]:
@@ -38,7 +41,7 @@ def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.Mode
         for key, stack in leaves.items():
             if "{}" in key:
                 tensors |= {key.format(expert): x for expert, x in enumerate(stack)}
-            elif key.endswith(".block_sparse_moe.gate.weight"):  # another name in transformers 5
+            elif ".block_sparse_moe." in key:  # another name in transformers 5
                 tensors[key] = tensors.pop(key.replace("block_sparse_moe", "mlp"))
     return config, tensors, cases.params_from(config, leaves)
 

@@ -23,13 +23,18 @@ INTEGERS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
     "sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern",
-    "block_ff_dim", "block_multiple_of", "conv_L_cache",
+    "block_ff_dim", "block_multiple_of", "conv_L_cache", "moe_num_experts", "moe_k", "moe_topk",
+    "moe_layer_interval", "rotary_dim",
 )  # fmt: skip
 # Accepted values: true and false mean 1 and 0; an index beyond the layers has no effect.
 ACCEPTED = dict(
     num_experts=lambda value: type(value) is int and value == 0,  # of Qwen3-Next: all layers are dense
     shared_expert_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
     n_shared_experts=lambda value: type(value) is int and value == 0,
+    moe_num_shared_experts=lambda value: type(value) is int and value == 0,
+    first_k_dense_replace=lambda value: type(value) is int and value == 0,
+    moe_layer_start_index=lambda value: type(value) is int and value == 0,
+    moe_layer_end_index=lambda value: type(value) is int and value >= -1,
     hidden_size_per_layer_input=lambda value: type(value) is int and value == 0,  # layers have none
     num_kv_shared_layers=lambda value: type(value) is int and value == 0,
     no_rope_layers=lambda value: value in (0, 1),

@@ -72,14 +72,15 @@ def routed_by_numpy(logit_MX, bias_X, spec, count):
     expert_MU = np.sort(np.argsort(-groups.reshape(choice_MX.shape), -1, kind="stable")[:, :count], -1)
     weight_MU = np.take_along_axis(score_MX, expert_MU, -1)
     if spec.norm_topk_prob:
-        weight_MU = weight_MU / (weight_MU.sum(-1, keepdims=True) + spec.norm_epsilon)
+        sum_M1 = weight_MU.sum(-1, keepdims=True) + spec.norm_epsilon
+        weight_MU = weight_MU / np.maximum(sum_M1, spec.norm_minimum)
     return weight_MU * spec.routed_scaling_factor, expert_MU
 
 
 SPECS = {
     "deepseek_v3": GroupedTopkSpec(n_group=4, topk_group=2, routed_scaling_factor=2.5),
     "minimax_m2": GroupedTopkSpec(norm_epsilon=0.0),
-    "ernie4_5_moe": GroupedTopkSpec("softmax", norm_epsilon=1e-12),
+    "ernie4_5_moe": GroupedTopkSpec("softmax", norm_epsilon=0.0, norm_minimum=0.2),
     "mistral4": GroupedTopkSpec("softmax", False, 4, 2, masked_score=0.0),
     "deepseek_v2": GroupedTopkSpec("softmax", False, 4, 2, "max", 0.0, norm_topk_prob=False),
     "longcat_flash": GroupedTopkSpec("softmax", norm_topk_prob=False, routed_scaling_factor=6.0),

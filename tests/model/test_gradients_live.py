@@ -24,7 +24,7 @@ COUNT = sum(LENGTHS) - len(LENGTHS)  # of the scores of a mean
 FAMILIES = (
     "qwen2-gqa-tied-old", "moe-some-layers-dense", "gemma2-long-caps", "gemma4-experts", "gemma4-shared-kv",
     "gpt-oss-published", "phi3-defaults", "bitnet-defaults", "qwen3-next-sparse-step", "glm4-moe-groups",
-    "lfm2-bias-untied-layer-types",
+    "lfm2-bias-untied-layer-types", "deepseek-v3-yarn-groups",
 )  # fmt: skip
 LAST = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
 OTHERS = sorted({*LAST.values()} - {*FAMILIES})
@@ -34,6 +34,7 @@ FEWER_LAYERS = {  # of each kind one
     "gemma4-shared-kv": dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_kv_shared_layers=1),
     "qwen3-next-sparse-step": dict(num_hidden_layers=2, full_attention_interval=2, mlp_only_layers=[]),
     "glm4-moe-groups": dict(num_hidden_layers=2),
+    "deepseek-v3-yarn-groups": dict(num_hidden_layers=2),
 }
 
 

@@ -63,14 +63,14 @@ def check_tokens(model: Any) -> list[list[int]]:
     return out.tokens
 
 
-def check_engine_bits(model: Any) -> None:
-    """An engine over int8 pages gives the same bits alone and next to others, and the tokens of
+def check_engine_bits(model: Any, cache_dtype: str = "int8") -> None:
+    """An engine over pages of this dtype gives the same bits alone and next to others, and the tokens of
     `generate`.
     """
     params, config, prompts = model
     whole = xj.Model(params, config)
-    expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
-    with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
+    expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype=cache_dtype))
+    with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype=cache_dtype) as engine:
         alone = [engine.submit(prompt, OPTIONS).result() for prompt in prompts]
         together = [request.result() for request in [engine.submit(prompt, OPTIONS) for prompt in prompts]]
         assert engine.stats.hits

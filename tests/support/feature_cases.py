@@ -20,6 +20,7 @@ from random_matrices import write_checkpoint
 import xinfer_jax as xj
 from xinfer_jax.compress import awq
 from xinfer_jax.config.unsupported import check_supported
+from xinfer_jax.mixers.latent_attention import LatentAttentionSpec
 from xinfer_jax.weights.params import tree_bytes
 
 # Of each family the first case that generates after all of its prompts.
@@ -102,7 +103,9 @@ def check_scales(family: str, folder: Path) -> None:
 
 
 def check_engine(family: str, folder: Path) -> None:
-    family_checks.check_engine_bits(family_checks.small_model(cases.CASES[FAMILIES[family]]))
+    model = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    is_latent = LatentAttentionSpec.kind in {mixer.kind for mixer in model[1].mixer_specs}
+    family_checks.check_engine_bits(model, "float32" if is_latent else "int8")
 
 
 def check_drafts(family: str, folder: Path) -> None:

@@ -71,6 +71,7 @@ FAMILIES = {
             ),
         ),
         ("glm4_moe", "glm4-moe-groups", dict(num_hidden_layers=2)),
+        ("deepseek_v3", "deepseek-v3-yarn-groups", dict(num_hidden_layers=2, num_key_value_heads=8)),
         ("gpt_oss", "gpt-oss-published", _KINDS),
         (
             "qwen3_next",

@@ -60,7 +60,16 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
         "gemma4_unified_text": "Gemma4Unified",
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
+        "glm4_moe_lite": "Glm4MoeLite",
+        "minicpm3": "MiniCPM3",
         "glm4_moe": "Glm4Moe",
+        "ernie4_5": "Ernie4_5",
+        "ernie4_5_moe": "Ernie4_5_Moe",
+        "hunyuan_v1_dense": "HunYuanDenseV1",
+        "hunyuan_v1_moe": "HunYuanMoEV1",
+        "minimax_m2": "MiniMaxM2",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -98,6 +107,11 @@ _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 _GROUPS = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, head_dim=16
 )
+_LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
+_YARN40 = dict(
+    type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0,
+    beta_fast=32, beta_slow=1,
+)  # fmt: skip
 _OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
@@ -345,6 +359,64 @@ _CASES = {
         **_GROUPS | dict(n_group=1, topk_group=1), first_k_dense_replace=0, norm_topk_prob=False,
         n_shared_experts=0, num_key_value_heads=1, tie_word_embeddings=True,
     ),
+    # deepseek_v3: latent attention, and experts in groups
+    "deepseek-v3-yarn-groups": _hf(
+        "deepseek_v3", **_old(1e4, _YARN40), **_GROUPS | _LATENT, q_lora_rank=20, num_key_value_heads=4,
+        first_k_dense_replace=1, n_shared_experts=2, rms_norm_eps=1e-5, num_nextn_predict_layers=1,
+    ),
+    "deepseek-v3-bias-one-query-matrix-halves": _hf(
+        "deepseek_v3", **_new(rope_theta=5e4), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1),
+        q_lora_rank=None, num_key_value_heads=4, attention_bias=True, rope_interleave=False,
+        first_k_dense_replace=2, n_shared_experts=1, routed_scaling_factor=2.827,
+    ),
+    "deepseek-v2-greedy": _hf(
+        "deepseek_v2", **_old(1e4, _YARN40 | dict(mscale=0.707, mscale_all_dim=0.707)), **_GROUPS | _LATENT,
+        q_lora_rank=None, num_key_value_heads=4, first_k_dense_replace=1, n_shared_experts=2,
+        norm_topk_prob=True, topk_method="greedy",
+    ),
+    "deepseek-v2-groups": _hf(
+        "deepseek_v2", **_new(), **_GROUPS | _LATENT, q_lora_rank=20, num_key_value_heads=4,
+        attention_bias=True, routed_scaling_factor=16.0, topk_method="group_limited_greedy",
+    ),
+    "glm4-moe-lite-defaults": _hf(
+        "glm4_moe_lite", **_new(rope_theta=1e6), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1),
+        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, num_nextn_predict_layers=1,
+    ),
+    "glm4-moe-lite-layer-types-tied": _hf(
+        "glm4_moe_lite", **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64), **_GROUPS
+        | _LATENT, q_lora_rank=None, num_key_value_heads=4, mlp_layer_types=["sparse", "dense", "sparse"],
+        attention_bias=True, rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True,
+    ),
+    "mistral4-published": _hf(
+        "mistral4", **_new(
+            "yarn", 1e4, factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1, partial_rotary_factor=0.4, beta_fast=32.0, beta_slow=1.0
+        ), **_GROUPS | _LATENT | dict(n_group=1, topk_group=1, head_dim=20), q_lora_rank=20,
+        num_key_value_heads=4,
+    ),
+    "mistral4-groups-no-query-scale": _hf(
+        "mistral4", **_new("yarn", 1e5, factor=4.0, original_max_position_embeddings=64,
+        llama_4_scaling_beta=0.0, partial_rotary_factor=0.4), **_GROUPS | _LATENT | dict(head_dim=20),
+        q_lora_rank=None, num_key_value_heads=4, first_k_dense_replace=1, n_shared_experts=2,
+        routed_scaling_factor=1.5, rope_interleave=False, attention_bias=True,
+    ),
+    "minicpm3-longrope-tied": _hf(
+        "minicpm3", **_old(1e4, _long(4) | dict(original_max_position_embeddings=1024)), **_LATENT,
+        q_lora_rank=20, num_key_value_heads=4, rms_norm_eps=1e-5, scale_emb=3, scale_depth=2.4,
+        dim_model_base=96, tie_word_embeddings=True,
+    ),
+    "minicpm3-one-query-matrix-bias": _hf(
+        "minicpm3", **_new(rope_theta=3e4), **_LATENT | dict(v_head_dim=None), q_lora_rank=None,
+        num_key_value_heads=4, scale_depth=None, dim_model_base=None, scale_emb=2.5, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "youtu-tied": _hf(
+        "youtu", **_new(rope_theta=1.6e6), **_LATENT, q_lora_rank=20, num_key_value_heads=4,
+    ),
+    "youtu-yarn-bias-untied": _hf(
+        "youtu", **_old(1e4, _YARN40), **_LATENT, q_lora_rank=None, num_key_value_heads=4,
+        attention_bias=True, tie_word_embeddings=False,
+    ),
     # lfm2: short convolutions, and attention
     "lfm2-published-tied": _hf(
         "lfm2", block_ff_dim=100, block_multiple_of=16, full_attn_idxs=[1, 3], num_hidden_layers=5,
@@ -354,6 +426,71 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
+    "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5),
+    "glm-yarn-no-bias-tied": _hf("glm",
+        **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75),
+        attention_bias=False, num_key_value_heads=1, head_dim=24, tie_word_embeddings=True),
+    "glm4-published": _hf("glm4", **_new(rope_theta=5e4, partial_rotary_factor=0.5), attention_bias=True,
+        head_dim=24, rms_norm_eps=1e-5),
+    "glm4-long-whole-heads-tied": _hf("glm4", **_old(1e4), attention_bias=False, head_dim=16,
+        partial_rotary_factor=1.0, num_key_value_heads=1, tie_word_embeddings=True),
+    # ernie4_5: interleaved RoPE, one setting for all biases
+    "ernie4-5-published": _hf("ernie4_5", **_old(5e5), use_bias=False, head_dim=20, rms_norm_eps=1e-5),
+    "ernie4-5-bias-llama3-untied": _hf("ernie4_5", **_new("llama3", 1e4, **_LLAMA3), use_bias=True,
+        num_key_value_heads=1, head_dim=None, tie_word_embeddings=False),
+    # ernie4_5_moe: experts by a softmax with a bias for the choice; some layers have none
+    "ernie4-5-moe-published": _hf("ernie4_5_moe", **_old(5e5), use_bias=False, moe_num_experts=8, moe_k=3,
+        moe_intermediate_size=24, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
+        moe_layer_interval=1, rms_norm_eps=1e-5),
+    "ernie4-5-moe-interval-untied": _hf("ernie4_5_moe", **_new(rope_theta=1e4), num_hidden_layers=6,
+        moe_num_experts=6, moe_k=2, moe_intermediate_size=20, moe_num_shared_experts=0,
+        moe_layer_start_index=2, moe_layer_end_index=4, moe_layer_interval=2, moe_norm_min=0.4,
+        num_key_value_heads=1, tie_word_embeddings=False),
+    # dots1: the router of DeepSeek-V3, windows in late layers
+    "dots1-published": _hf("dots1", **_old(1e7), **_GROUPS | dict(n_group=1, topk_group=1),
+        n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+        sliding_window=None, max_window_layers=62, num_key_value_heads=4, rms_norm_eps=1e-5),
+    "dots1-groups-windows-tied": _hf("dots1", **_new(rope_theta=1e4), **_GROUPS, n_shared_experts=1,
+        norm_topk_prob=False, attention_bias=True, sliding_window=9, max_window_layers=2,
+        tie_word_embeddings=True),
+    # minimax_m2: sigmoid scores whose sum has no epsilon, joint norms, a part of each head is rotated
+    "minimax-m2-published": _hf("minimax_m2", **_old(5e6), num_local_experts=8, num_experts_per_tok=3,
+        intermediate_size=24, head_dim=16, rotary_dim=8),
+    "minimax-m2-yarn-whole-heads-tied": _hf("minimax_m2",
+        **_new("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=1.0),
+        num_local_experts=5, num_experts_per_tok=1, intermediate_size=40, head_dim=24, rms_norm_eps=1e-5,
+        num_key_value_heads=1, tie_word_embeddings=True),
+    # olmoe: joint norms, weights of experts as they are
+    "olmoe-published": _hf("olmoe", **_old(1e4), num_experts=8, num_experts_per_tok=3, intermediate_size=24,
+        norm_topk_prob=False, clip_qkv=None, num_key_value_heads=4, rms_norm_eps=1e-5),
+    "olmoe-bias-normed": _hf("olmoe", **_new(rope_theta=5e4), num_experts=5, num_experts_per_tok=2,
+        intermediate_size=40, norm_topk_prob=True, attention_bias=True),
+    # hunyuan: norms of heads after RoPE; alpha stretches all wavelengths
+    "hunyuan-alpha-tied": _hf("hunyuan_v1_dense",
+        **_old(1e4, dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0,
+            mscale_all_dim=1.0)),
+        head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "hunyuan-bias-mqa": _hf("hunyuan_v1_dense", **_new(rope_theta=5e4), head_dim=24, attention_bias=True,
+        num_key_value_heads=1),
+    "hunyuan-moe-published": _hf("hunyuan_v1_moe",
+        **_old(1e4, dict(type="dynamic", alpha=50.0, factor=1.0)), head_dim=16, num_experts=8,
+        moe_topk=[3, 3, 3], intermediate_size=24, num_shared_expert=[1, 1, 1]),
+    "hunyuan-moe-bias": _hf("hunyuan_v1_moe", **_new(rope_theta=5e4), head_dim=20, num_experts=5,
+        moe_topk=2, intermediate_size=40, attention_bias=True, num_key_value_heads=1),
+    # cohere2: LayerNorm, attention and MLP side by side, RoPE in sliding layers only
+    "cohere2-published": _hf("cohere2", **_old(5e4), num_hidden_layers=5, sliding_window=8,
+        sliding_window_pattern=4, logit_scale=0.25, layer_norm_eps=1e-5, tie_word_embeddings=True,
+        use_parallel_block=True, use_qk_norm=False),
+    "cohere2-bias-untied-long-window": _hf("cohere2", **_new(rope_theta=1e4), sliding_window=290,
+        layer_types=[_F, _S, _S], attention_bias=True, num_key_value_heads=1, logit_scale=0.3,
+        layer_norm_eps=1e-3, tie_word_embeddings=False),
+    # apertus: xIELU without a gate, norms of heads, its own names of norms
+    "apertus-published": _hf("apertus", **_old(1.2e7, dict(rope_type="llama3") | _LLAMA3), hidden_act="xielu",
+        qk_norm=True, post_norm=False, mlp_bias=False, rms_norm_eps=1e-5),
+    "apertus-bias-tied": _hf("apertus", **_new(rope_theta=1e4), hidden_act="xielu", attention_bias=True,
+        num_key_value_heads=1, tie_word_embeddings=True),
     # smollm3: layers without rotary embedding
     "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
     "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,
@@ -412,19 +549,20 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
+        if name.endswith(("act_fn.beta", "act_fn.eps")):  # constants of xIELU
+            return np.array([0.4 if name.endswith("beta") else -0.2])
         if name.endswith("A_log"):
             # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
             return np.log(random.uniform(0.01, 1, shape))
-        if name.endswith("linear_attn.norm.weight"):
-            return 1 + 0.2 * noise
-        if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
+        near_one = ("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
+        if name.endswith(("linear_attn.norm.weight", *near_one)):
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - (config.norm_offset or 0) + 0.2 * noise
         if name.endswith("correction_bias"):  # some scores with it are negative
             return 0.25 * noise - 0.4
         if name.endswith("bias"):
-            return 0.3 * noise
+            return 0.3 * _small_latents(name, config, noise)
         if name.endswith("sinks"):
             return noise
         if "embed_tokens" in name or "lm_head" in name:
@@ -433,9 +571,20 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return (large if config.tie_word_embeddings else 0.4) * noise
         is_sharp = name.split(".")[-2] in ("q_proj", "query_proj", "k_proj")
         sharp = 1.5 if is_sharp else 1.0  # clearly different attention scores
-        return sharp * noise / np.sqrt(shape[-1])
+        return sharp * _small_latents(name, config, noise) / np.sqrt(shape[-1])
 
     return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
+
+
+def _small_latents(name: str, config: ModelConfig, tensor: np.ndarray) -> np.ndarray:
+    """The weight or bias, smaller where it makes latents: small ones show the epsilon of their norms. The
+    last rows may make the part of keys that is rotated, which has no norm.
+    """
+    rotated = {"q_a_proj": 0, "kv_a_proj_with_mqa": config.head_dim}.get(name.split(".")[-2])
+    if rotated is None:
+        return tensor
+    is_latent = np.arange(len(tensor)) < len(tensor) - rotated
+    return (np.where(is_latent, 0.03, 1.5) * tensor.T).T
 
 
 def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:
@@ -461,6 +610,7 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
 
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
+    state = {name.replace("mlp.gate.moe_statics", "mlp.moe_statics"): x for name, x in state.items()}
 
     def part(spec: FileSpec) -> np.ndarray:
         if spec.fused_name is None:
@@ -502,11 +652,14 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
 
     settings = copy.deepcopy(hf)
     config = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    is_mistral4 = config.model_type == "mistral4"  # which the auto class knows only within mistral3
+    kind = transformers.Mistral4ForCausalLM if is_mistral4 else transformers.AutoModelForCausalLM
+    build = kind._from_config if is_mistral4 else kind.from_config
+    model = build(config, attn_implementation="eager", dtype=torch.float32).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
-    state = {name.replace("block_sparse_moe.gate", "mlp.gate"): x for name, x in state.items()}  # of Mixtral
+    renamed = {"block_sparse_moe.gate": "mlp.gate", "mlp.moe_statics": "mlp.gate.moe_statics"}
+    for published, own in renamed.items():  # of Mixtral and ERNIE 4.5
+        state = {name.replace(published, own): x for name, x in state.items()}
     for name, empty in model.state_dict().items():  # a shared expert of width 0
         if ".shared_expert" in name:
             state.setdefault(name, torch.zeros_like(empty))

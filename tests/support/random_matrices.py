@@ -7,6 +7,7 @@ import tiny
 from parity_cases import fuse_tensors, random_tensors
 
 import xinfer_jax as xj
+from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.kernels_pallas.reference_products import Matrix
 from xinfer_jax.weights.quantization import quantized_leaf
@@ -33,11 +34,12 @@ def write_checkpoint(path, hf, fused=False, seed=0, **how):
     """Writes a checkpoint of random tensors without a tokenizer. fused: some are one, as in transformers."""
     config = from_hf(hf)
     tensors = random_tensors(config, seed)
-    if fused or config.experts and config.experts.swiglu:
+    has_one_form = any(spec.fused_name == spec.hf_name for spec in jax.tree.leaves(file_specs(config)))
+    if fused or has_one_form or config.experts and config.experts.swiglu:
         tensors = fuse_tensors(config, tensors)
     for name in [name for name in tensors if "{}" in name]:
         tensors |= {name.format(i): one for i, one in enumerate(tensors.pop(name))}
-    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    tensors = {name: np.asarray(x, order="C") for name, x in tensors.items()}
     return tiny.write(path, hf, with_tokenizer=False, weights=tensors, **how)
 
 

@@ -79,7 +79,7 @@ def convert(tensors: dict[str, np.ndarray], encode: Any) -> tuple[dict, dict]:
     """
     stored, equal = {}, {}
     for name, tensor in tensors.items():
-        stored[name] = equal[name] = np.ascontiguousarray(tensor, np.float32)
+        stored[name] = equal[name] = np.asarray(tensor, np.float32, order="C")
         if is_matrix(name, tensor):
             del stored[name]
             (parts, equal[name]) = encode(name, tensor.astype(np.float32))

@@ -9,6 +9,7 @@ Reading order (the core ends with `kv_cache`):
 - `contiguous` and `ring` append to the cache of a layer, and get a block of it.
 - `kv_cache` is `KVCache`: a cache for each layer that has its own, and the length of each row.
 - `quantized_kv`, `gear` and `float8_kv` are cache dtypes. `side_by_side` stores keys and values in one array.
+- `latent_kv` stores the vectors of latent attention, which are keys and values at once.
 - `truncation` lets rows go back to fewer tokens.
 - `page_size` and `paged` are pages of a pool that rows share.
 - `fingerprint` is a hash that identifies the model of a cache.

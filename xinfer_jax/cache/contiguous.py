@@ -50,7 +50,7 @@ class Contiguous(LayerCache):
     @property
     def value_width(self) -> int:
         """The width of values. The width of keys is `k.shape[3]`."""
-        return (self.k if self.v is None else self.v).shape[3]
+        return getattr(self.k, "value_width", None) or (self.k if self.v is None else self.v).shape[3]
 
     @property
     def fits(self) -> tuple[int, ...]:

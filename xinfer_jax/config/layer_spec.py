@@ -43,7 +43,8 @@ class AttentionSpec(MixerSpec):
     num_key_value_heads: int | None = None  # K; None: the model's
     qkv_bias: bool = False  # queries, keys and values have biases
     o_bias: bool = False  # the output matrix has a bias
-    # RMS norm of queries and keys: "head": of each head, "joint": over all heads of a token; None.
+    # RMS norm of queries and keys: "head": of each head, "rotated_head": of each head after RoPE, "joint":
+    # over all heads of a token; None.
     qk_norm: str | None = None
     v_norm: bool = False  # RMS norm, without a weight, of each value head
     o_norm: bool = False  # RMS norm of the input of the output matrix
@@ -116,6 +117,8 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | None = MlpSpec()
     pre_norm: bool = True  # RMS norm of the inputs of mixers and feed-forward
     post_norm: bool = False  # RMS norm of their outputs
+    # Norms, the final one too, subtract the mean first (LayerNorm without a bias). Equal in all layers.
+    centered_norms: bool = False
     scalar: bool = False  # the layer's output is multiplied by a number
 
     def with_mixer(self, **changes: Any) -> "LayerSpec":
@@ -133,7 +136,7 @@ class LayerSpec:
     @property
     def attention(self) -> AttentionSpec | None:
         """The softmax attention. None: the layer has none."""
-        return self.mixer_of(AttentionSpec.kind)
+        return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)), None)
 
     @property
     def mlp(self) -> MlpSpec | None:

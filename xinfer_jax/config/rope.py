@@ -27,6 +27,8 @@ class RopeConfig:
             length.
         long_factor: longrope: the divisors of each pair's frequency, for longer sequences.
         head_dim: the head width of the layers that use it. None: the model's `head_dim`.
+        interleaved: a pair is two neighbours of a head, 2i and 2i + 1, as in GLM-4 and DeepSeek. False: it is
+            i and i + P of the P pairs, as in Llama.
     """
 
     rope_type: str = "default"
@@ -45,6 +47,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     head_dim: int | None = None
+    interleaved: bool = False
 
     @property
     def switches_at(self) -> int | None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ..config.model_config import ModelConfig
+from ..mixers.latent_attention import LatentAttention
 from ..mixers.softmax_attention import SoftmaxAttention
 from ..weights.params import Params, param_specs, tree_bytes
 
@@ -53,8 +54,8 @@ def decode_work(
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
     mixers = attention_mixers(config)
     pairs = [float(np.minimum(keys, mixer.window or keys).mean(1).sum()) for mixer in mixers]
-    numbers = sum(x.num_kv_heads * x.head_dim * n for x, n in zip(mixers, pairs, strict=True))
-    cache_bytes = 2 * cache_itemsize * numbers
+    numbers = sum(math.prod(stored_vectors(x)) * n for x, n in zip(mixers, pairs, strict=True))
+    cache_bytes = cache_itemsize * numbers
     weights = _layer_weights(config, len(lengths))
     flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
     return Work(weight_bytes + cache_bytes, flop)
@@ -79,15 +80,28 @@ def _head_flop(config: ModelConfig) -> int:
     return 2 * config.vocab_size * config.hidden_size
 
 
-def attention_mixers(config: ModelConfig) -> list[SoftmaxAttention]:
-    """Returns the softmax attention of each layer that has it."""
+def attention_mixers(config: ModelConfig) -> list[SoftmaxAttention | LatentAttention]:
+    """Returns the attention of each layer that has it."""
     mixers = (mixer for layer in range(config.num_hidden_layers) for mixer in config.mixers(layer))
-    return [mixer for mixer in mixers if isinstance(mixer, SoftmaxAttention)]
+    return [mixer for mixer in mixers if isinstance(mixer, SoftmaxAttention | LatentAttention)]
+
+
+def stored_vectors(mixer: SoftmaxAttention | LatentAttention) -> tuple[int, int]:
+    """Returns the number of vectors of a token in the cache of an attention layer, and their width."""
+    if isinstance(mixer, LatentAttention):
+        return mixer.num_kv_heads, mixer.key_width
+    return 2 * mixer.num_kv_heads, mixer.head_dim
 
 
 def _attention_flop(config: ModelConfig, pairs: Sequence[float]) -> float:
     """Returns the FLOP of the scores and weighted values of this many (query, key) pairs of each attention
     layer, all heads.
     """
-    widths = (mixer.head_dim for mixer in attention_mixers(config))
-    return 4 * config.num_attention_heads * sum(w * n for w, n in zip(widths, pairs, strict=True))
+
+    def widths(mixer: SoftmaxAttention | LatentAttention) -> int:  # of a key and its value
+        if isinstance(mixer, LatentAttention):
+            return mixer.key_width + mixer.spec.kv_lora_rank
+        return 2 * mixer.head_dim
+
+    numbers = sum(widths(x) * n for x, n in zip(attention_mixers(config), pairs, strict=True))
+    return 2 * config.num_attention_heads * numbers

@@ -31,7 +31,7 @@ from ..weights.quantization import (
 )
 from ..weights.resharding import with_repeated_kv_heads
 from .card_specs import MOST_DEVICES
-from .model_work import attention_mixers
+from .model_work import attention_mixers, stored_vectors
 
 # mxfp4: experts, fp8: matrices of layers, in blocks; the rest is bfloat16.
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4", "fp8")
@@ -158,8 +158,9 @@ def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> i
     """Returns the bytes of keys and values, of dtype kv, that a row of this length reads on each of n
     devices.
     """
-    return sum(
-        2 * mixer.num_kv_heads // n * min(mixer.window or length, length)
-        * cache_dtype_of(kv).vector_bytes(mixer.head_dim)
-        for mixer in attention_mixers(config)
-    )  # fmt: skip
+    total = 0
+    for mixer in attention_mixers(config):
+        (vectors, width) = stored_vectors(mixer)
+        tokens = min(mixer.window or length, length)
+        total += max(1, vectors // n) * tokens * cache_dtype_of(kv).vector_bytes(width)
+    return total

@@ -3,20 +3,12 @@
 from collections.abc import Mapping
 
 from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
-from ..errors import InputError, format_value
 from .family import Family, Names
-from .layer_fields import attention_bias
-from .values import get_integer
+from .layer_fields import attention_bias, check_default_head_dim
 
 
 def read_bitnet(hf: Mapping, layers: int) -> dict:
-    width = get_integer(hf, "hidden_size")
-    heads = get_integer(hf, "num_attention_heads")
-    if hf["head_dim"] != width // heads:  # the norm of attention's output has this width
-        raise InputError(
-            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out,"
-            f" heads are hidden_size / num_attention_heads wide, {width // heads}"
-        )
+    check_default_head_dim(hf)  # the norm of attention's output has this width
     layer = LayerSpec((AttentionSpec(**attention_bias(hf), o_norm=True),), MlpSpec(down_norm=True))
     return dict(layers=(layer,) * layers)
 

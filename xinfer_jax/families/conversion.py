@@ -308,8 +308,8 @@ def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
 
 def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
     """Returns, for each axis of a leaf, the axis of the tensor that holds it."""
-    if spec.depthwise:
-        return [0, 2]
+    if (axes := spec.axes_of_leaves) is not None:
+        return [axes.index(axis) if axis in axes else None for axis in range(len(spec.shape))]
     swapped = inputs_first or spec.interleaved and len(spec.shape) > 2
     return [0, 2, 1] if swapped else [*range(len(spec.shape))]
 

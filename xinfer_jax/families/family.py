@@ -18,7 +18,9 @@ class Joined:
     groups: str = ""
     stacked: bool = False  # it has those of all experts, and no ".weight" in its name
     interleaved: bool = False  # its inputs come first; its outputs are by turns those of the leaves
-    depthwise: bool = False  # it is the weight of a convolution, [rows, 1, width]
+    # Of each of its axes the axis of its leaves, None for one of size 1, as (0, None, 1) of [rows, 1, width].
+    # A number alone has (), and its leaf has the shape [1]. None: its axes are those of its leaves.
+    axes_of_leaves: tuple[int | None, ...] | None = None
     is_published: bool = True  # published files have it; False: they have its leaves, and it is read too
 
 

@@ -93,7 +93,8 @@ def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}
     names |= dict(A_log="A_log", dt_bias="dt_bias", gated_norm="norm.weight", o="out_proj") | own
-    convolution = Joined("linear_attn.conv1d.weight", ("conv_q", "conv_k", "conv_v"), depthwise=True)
+    taps = ("conv_q", "conv_k", "conv_v")
+    convolution = Joined("linear_attn.conv1d.weight", taps, axes_of_leaves=(0, None, 1))
     return Names({leaf: f"linear_attn.{name}" for leaf, name in names.items()}, (*joined, convolution))
 
 

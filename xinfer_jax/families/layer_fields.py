@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..config.layer_spec import ExpertsSpec, LayerSpec, SoftmaxRouterSpec
+from ..config.layer_spec import ExpertsSpec, LayerSpec, RouterSpec, SoftmaxRouterSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
@@ -36,6 +36,16 @@ def attention_bias(hf: Mapping) -> dict[str, Any]:
     """Returns biases of the queries, keys and values, and of the output matrix."""
     bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
+
+
+def check_default_head_dim(hf: Mapping) -> None:
+    """Raises InputError for heads of another width than `hidden_size` by `num_attention_heads`."""
+    width = get_integer(hf, "hidden_size") // get_integer(hf, "num_attention_heads")
+    if hf["head_dim"] != width:
+        raise InputError(
+            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type {hf['model_type']!r}:"
+            f" leave it out, heads are hidden_size / num_attention_heads wide, {width}"
+        )
 
 
 def with_windows(
@@ -118,12 +128,15 @@ def write_window(config: ModelConfig) -> dict[str, Any]:
     return dict(sliding_window=config.layer_windows[0])
 
 
-def read_experts(hf: Mapping, norm_topk_prob: bool = True, **options: Any) -> ExpertsSpec:
-    """Returns the experts of a layer. options: fields that not all families have."""
+def read_experts(
+    hf: Mapping, norm_topk_prob: bool = True, router: RouterSpec | None = None, **options: Any
+) -> ExpertsSpec:
+    """Returns the experts of a layer. router: None: a softmax. options: fields that not all families have."""
     experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
     width = get_integer(hf, "moe_intermediate_size")
-    return ExpertsSpec(experts, chosen, width, SoftmaxRouterSpec(norm_topk_prob), **options)
+    router = SoftmaxRouterSpec(norm_topk_prob) if router is None else router
+    return ExpertsSpec(experts, chosen, width, router, **options)
 
 
 def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:

@@ -91,7 +91,7 @@ _CONVOLUTION = dict(
 )  # fmt: skip
 _JOINED = (
     Joined("conv.in_proj", ("conv_b", "conv_c", "conv_x")),
-    Joined("conv.conv.weight", ("conv_taps",), depthwise=True),
+    Joined("conv.conv.weight", ("conv_taps",), axes_of_leaves=(0, None, 1)),
 )
 FAMILY = Family(
     dict(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from ..config.model_config import ModelConfig
+from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Family
 from .layer_fields import (
@@ -46,25 +47,31 @@ def read_mistral(hf: Mapping, layers: int) -> dict[str, Any]:
 def read_ministral3(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
         hf = {**hf, "rope_parameters": _MINISTRAL3_ROPE}
-    given = flat_rope_settings(hf)
     rope = read_rope(hf)
-    scaling = None
-    beta = given.get("llama_4_scaling_beta")
-    if beta is not None and (type(beta) not in (int, float) or beta != 0):  # 0: there is none
-        length = rope.original_max_position_embeddings or get_integer(
-            given, "original_max_position_embeddings"
-        )
-        scaling = get_number(given, "llama_4_scaling_beta"), length
-    layer = LayerSpec((AttentionSpec(query_scaling=scaling),))
+    layer = LayerSpec((AttentionSpec(query_scaling=read_query_scaling(hf, rope)),))
     return dict(rope=rope, layers=with_windows(layer, same_windows(hf, layers)))
 
 
+def read_query_scaling(hf: Mapping, rope: RopeConfig) -> tuple[float, int] | None:
+    """Returns `AttentionSpec.query_scaling`, which is among the settings of RoPE."""
+    given = flat_rope_settings(hf)
+    beta = given.get("llama_4_scaling_beta")
+    if beta is None or type(beta) in (int, float) and beta == 0:  # 0: there is none
+        return None
+    length = rope.original_max_position_embeddings or get_integer(given, "original_max_position_embeddings")
+    return get_number(given, "llama_4_scaling_beta"), length
+
+
 def write_ministral3(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].attention
+    return write_window(config) | dict(rope_parameters=write_rope(config.rope) | write_query_scaling(config))
+
+
+def write_query_scaling(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_query_scaling`."""
+    mixer: Any = config.layers[0].mixers[0]
     trained = config.rope.original_max_position_embeddings or config.max_position_embeddings
     (beta, length) = mixer.query_scaling or (0.0, trained)
-    own = dict(llama_4_scaling_beta=beta, original_max_position_embeddings=length)
-    return write_window(config) | dict(rope_parameters=write_rope(config.rope) | own)
+    return dict(llama_4_scaling_beta=beta, original_max_position_embeddings=length)
 
 
 def read_seed_oss(hf: Mapping, layers: int) -> dict[str, Any]:

@@ -21,8 +21,10 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 _LETTERS = dict(gate="w1", down="w2", up="w3")
-_NAMES = {f"experts.{leaf}": f"block_sparse_moe.experts.{{}}.{name}" for leaf, name in _LETTERS.items()}
-_ROUTER = Joined("mlp.gate", ("router",), is_published=False)  # its name in transformers 5
+NAMES = dict(router="block_sparse_moe.gate")
+NAMES |= {f"experts.{leaf}": f"block_sparse_moe.experts.{{}}.{name}" for leaf, name in _LETTERS.items()}
+# The names of transformers 5.
+JOINED = (Joined("mlp.gate", ("router",), is_published=False), *STACKED)
 FAMILY = Family(
     dict(
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6,
@@ -31,5 +33,5 @@ FAMILY = Family(
     read_mixtral,
     "MixtralForCausalLM",
     write_mixtral,
-    Names(_NAMES | dict(router="block_sparse_moe.gate"), (_ROUTER, *STACKED)),
+    Names(NAMES, JOINED),
 )  # fmt: skip

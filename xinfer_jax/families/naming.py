@@ -31,7 +31,7 @@ class FileSpec(ParamSpec):
     first_row: int = 0  # its first row in that tensor, on the last axis but one
     fused_rows: int = 0  # rows of that tensor; of each group, where it has several
     fused_groups: int = 1  # groups of rows, each with an equal part of this one's
-    depthwise: bool = False  # that tensor is the weight of a convolution, [rows, 1, width]
+    axes_of_leaves: tuple[int | None, ...] | None = None  # of that tensor, as in `Joined`
     # Experts: that tensor has inputs first; its outputs are by turns those of so many leaves.
     interleaved: int = 0
     is_published: bool = True  # whether published files have the larger tensor, where there is one
@@ -53,11 +53,12 @@ class FileSpec(ParamSpec):
             return {self.fused_name: (experts, *inputs, outputs * self.interleaved)}
         if self.fused_name and self.fused_name in tensors:
             rows = self.fused_rows * self.fused_groups
-            if self.depthwise:
-                return {self.fused_name: (rows, 1, self.shape[-1])}
             if self.has_inputs_first(tensors):
                 return {self.fused_name: (self.shape[0], self.shape[2], rows)}
-            return {self.fused_name: (*self.shape[:-2], rows, *self.shape[1:][-1:])}
+            shape = (*self.shape[:-2], rows, *self.shape[1:][-1:])
+            if self.axes_of_leaves is not None:
+                shape = tuple(1 if axis is None else shape[axis] for axis in self.axes_of_leaves)
+            return {self.fused_name: shape}
         if "{}" in self.hf_name:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
@@ -170,7 +171,7 @@ def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -
         return dict(fused_name=name, first_row=index, interleaved=len(rows))
     return dict(
         fused_name=name, first_row=sum(rows[:index]) // groups, fused_rows=sum(rows) // groups,
-        fused_groups=groups, depthwise=tensor.depthwise, is_published=tensor.is_published,
+        fused_groups=groups, axes_of_leaves=tensor.axes_of_leaves, is_published=tensor.is_published,
     )  # fmt: skip
 
 

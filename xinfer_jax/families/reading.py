@@ -1,7 +1,7 @@
 """`from_hf`: the config of a model from its config.json."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..config.layer_spec import LayerSpec
@@ -41,7 +41,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
     if activation == "gelu" and family.defaults.get("hidden_act") == "gelu_pytorch_tanh":  # Gemma's old name
         activation = "gelu_pytorch_tanh"
-    _check_supported(hf, activation)
+    _check_supported(hf, activation, {*_ACTIVATIONS, family.defaults.get("hidden_act", "silu")})
     heads = get_integer(hf, "num_attention_heads")
     hidden = get_integer(hf, "hidden_size")
     if hf.get("num_key_value_heads") is None:
@@ -60,7 +60,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             model_type=model_type,
             rms_norm_eps=get_number(hf, "rms_norm_eps"),
             tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
-            hidden_act=_ACTIVATIONS[activation],
+            hidden_act=_ACTIVATIONS.get(activation, activation),
             placeholder_ids=placeholder_ids(hf),
             rope=own["rope"] if "rope" in own else read_rope(hf),
             **sizes,
@@ -81,10 +81,11 @@ def _not_causal(layer: LayerSpec) -> LayerSpec:
     return with_later_tokens(layer, attention.window)
 
 
-def _check_supported(hf: Mapping, activation: Any) -> None:
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+def _check_supported(hf: Mapping, activation: Any, activations: Collection[str]) -> None:
+    if not isinstance(activation, str) or activation not in activations:
         raise InputError(
-            f"hidden_act {format_value(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+            f"hidden_act {format_value(activation)} is not supported: use one of"
+            f" {', '.join(sorted(activations))}"
         )
     architectures = [] if hf.get("architectures") is None else hf["architectures"]
     for name in architectures if isinstance(architectures, list) else [architectures]:

@@ -11,6 +11,7 @@ from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_OF_FAMILY = ("head_dim", "interleaved")  # fields that are not in `rope_parameters`
 _NONE_IF_0 = ("mscale", "mscale_all_dim")
 _STRETCHED = ("yarn", "longrope")  # by the ratio of two lengths if there is no factor
 _NEEDED = dict(
@@ -18,9 +19,12 @@ _NEEDED = dict(
 )
 
 
-def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
+def read_rope(
+    hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False, interleaved: bool = False
+) -> RopeConfig:
     """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`. It has
-    one of these types. partial: True: it may rotate a part of each head. Raises InputError.
+    one of these types. partial: True: it may rotate a part of each head. interleaved: the field of the
+    result. Raises InputError.
     """
     scaling = flat_rope_settings(hf)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -42,14 +46,15 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
     if rope_type in _STRETCHED and "factor" not in given:
         original = get_integer(given, "original_max_position_embeddings")
         given["factor"] = hf["max_position_embeddings"] / original
-    return _rope(rope_type, {"truncate": True, **given})
+    rope = _rope(rope_type, {"truncate": True, **given})
+    return dataclasses.replace(rope, interleaved=interleaved)
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """Returns `rope_parameters`: the inverse of `read_rope`, for which an absent factor is not 1."""
     needed = {"rope_type", "rope_theta"} | ({"factor"} if rope.rope_type in _STRETCHED else set())
     needed |= {*_NEEDED.get(rope.rope_type, ())}
-    fields = {field.name: field.default for field in dataclasses.fields(rope) if field.name != "head_dim"}
+    fields = {field.name: field.default for field in dataclasses.fields(rope) if field.name not in _OF_FAMILY}
     values = {name: getattr(rope, name) for name in fields}
     written = {name: x for name, x in values.items() if name in needed or x != fields[name]}
     return {name: list(x) if isinstance(x, tuple) else x for name, x in written.items()}
@@ -70,7 +75,7 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
         if name not in given:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
-    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", "head_dim", *lists}
+    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", *_OF_FAMILY, *lists}
     values: dict[str, Any] = {
         name: (get_integer if name == "original_max_position_embeddings" else get_number)(given, name)
         for name in sorted(names & given.keys())

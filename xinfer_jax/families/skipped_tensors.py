@@ -23,6 +23,7 @@ _PREFIXES = {
             "embed_vision",
             "embed_audio",
             "vision_embedder",
+            "mm_projector",
             "multi_modal_projector",
         )  # fmt: skip
     ),

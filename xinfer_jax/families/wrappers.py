@@ -17,15 +17,23 @@ WRAPPERS = {
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "kimi_k25": "deepseek_v3",
 }
 _FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`; tied too if that says so
-_TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")  # by default, whatever their text models are
+_TIED = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "kimi_k25",
+    "mistral3",
+)  # by default, whatever their text models are
 # For text all three positions of mrope are equal, so these are models of families without it.
 _SAME = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "kimi_k2": "deepseek_v3",
 }
 _QWEN2_VL = dict(rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8)
 _QWEN3_VL = dict(rope_theta=5e5, max_position_embeddings=128000)
@@ -65,7 +73,7 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     outer_type = hf.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in WRAPPERS:
-        return dict(hf)
+        return {**hf, "model_type": "deepseek_v3"} if outer_type == "kimi_k2" else dict(hf)
     text = {} if "text_config" not in hf and outer_type in _FLAT else hf.get("text_config")
     if not isinstance(text, Mapping):
         raise InputError(

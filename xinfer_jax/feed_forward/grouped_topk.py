@@ -33,6 +33,7 @@ class GroupedTopkSpec(RouterSpec):
     masked_score: float = -math.inf  # what the experts of other groups have in place of their scores
     norm_topk_prob: bool = True  # weights are divided by their sum
     norm_epsilon: float = 1e-20  # is added to that sum
+    norm_minimum: float = 0.0  # the sum is at least this number
     routed_scaling_factor: float = 1.0  # weights are multiplied by it
 
 
@@ -68,7 +69,8 @@ class GroupedTopkRouter(Router):
             expert_MU = self.given_or(expert_MU, given_BTU)
         weight_MU = jnp.take_along_axis(score_MX, expert_MU, -1)
         if spec.norm_topk_prob:
-            weight_MU = weight_MU / (weight_MU.sum(-1, keepdims=True) + spec.norm_epsilon)
+            sum_M1 = weight_MU.sum(-1, keepdims=True) + spec.norm_epsilon
+            weight_MU = weight_MU / (jnp.maximum(sum_M1, spec.norm_minimum) if spec.norm_minimum else sum_M1)
         return weight_MU * spec.routed_scaling_factor, expert_MU
 
     def _within_groups(self, choice_MX: jax.Array) -> jax.Array:

@@ -5,7 +5,9 @@ Reading order:
 - `mixer` is the protocol: parameters, forward pass, cache, axes of a mesh, kernels, unsupported features.
 - `softmax_attention` is the mixer with keys and values. `attention` is its causal attention by blocks, and
   `rope_append` is its RoPE and its append to the cache.
-- `rope_scaling` has RoPE for longer contexts. `key_bias` has the bias of keys in a quantized cache.
+- `rope_scaling` has RoPE for longer contexts. `rope_orders` has interleaved pairs, and norms after RoPE.
+- `key_bias` has the bias of keys in a quantized cache.
+- `latent_attention` is multi-head latent attention (MLA), whose cache has one vector of each token.
 - `gated_delta` is Gated DeltaNet, with its forward pass in `linear_attention` and its state in `recurrent`.
 - `short_conv` is LFM2's convolution.
 - Mixers with a state share `state_cache` (draft slots, and the number of tokens that rows can go back) and

@@ -10,6 +10,7 @@ from ..config.model_config import ModelConfig
 from ..kernels_pallas import BIAS_STRIDE
 from ..weights.layers import apply_rope, rotary_angles
 from ..weights.params import Params
+from .rope_orders import halves_first
 
 
 def split_key_bias(
@@ -26,6 +27,8 @@ def split_key_bias(
         return layer, None
     leaf = layer["k"]
     bias_KH = leaf["bias"].reshape(-1, spec.head_dim or config.head_dim)
+    if config.ropes[rope].interleaved:
+        bias_KH = halves_first(bias_KH, config.ropes[rope])
     return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, capacity)
 
 

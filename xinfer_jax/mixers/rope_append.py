@@ -7,13 +7,13 @@ import jax
 from ..cache.contiguous import Contiguous
 from ..config.run_config import RunConfig
 from ..ops.operation import run
-from ..weights.layers import Norm, apply_rope, rms_norm
+from ..weights.layers import Norm, apply_rope
 
-_QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
+QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
 HeadNorms = tuple[Norm, Norm]  # of each head of queries and keys
 
 
-def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
+def rotate(qkv: QKV, norms: HeadNorms | None, angles: Any) -> QKV:
     """Returns queries and keys after their norms and RoPE, and the values. norms: the norms of the heads.
     None: there are none. angles: cos and sin. None: no RoPE.
     """
@@ -24,7 +24,7 @@ def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
 
 
 def rotate_and_append(
-    qkv: _QKV,
+    qkv: QKV,
     norms: HeadNorms | None,
     angles: Any,
     kv: Contiguous,
@@ -40,12 +40,12 @@ def rotate_and_append(
     return run("rope_append", plain_append, run_config, **operands)
 
 
-def norm_heads(qkv: _QKV, norms: HeadNorms | None) -> _QKV:
+def norm_heads(qkv: QKV, norms: HeadNorms | None) -> QKV:
     """Returns queries and keys after the norms of their heads."""
     if norms is None:
         return qkv
     pairs = zip(qkv[:2], norms, strict=True)
-    q_BTNH, k_BTKH = (rms_norm(x, norm.weight, norm.eps, norm.offset) for x, norm in pairs)
+    q_BTNH, k_BTKH = (norm(x) for x, norm in pairs)
     return q_BTNH, k_BTKH, qkv[2]
 
 

@@ -14,12 +14,12 @@ from ..cache.page_size import PAGE_SIZE
 from ..cache.ring import Ring, num_slots
 from ..cache.stored_kv import is_quantized_kv, pair_bytes, stores_side_by_side
 from ..config.run_config import RunConfig
-from ..weights.layers import Norm, apply_rope, joint_norms, linear, norm, norm_before, products, rms_norm
+from ..weights.layers import Norm, joint_norms, linear, norm_before, products, rms_norm
 from ..weights.param_specs import ParamSpec, dense, norm_spec, tensor
 from ..weights.params import Params
 from .attention import Scoring, VisibleKeys, attention
 from .mixer import Divided, Mixer, Positions
-from .rope_append import HeadNorms, rotate, rotate_and_append
+from .rope_append import QKV, HeadNorms, rotate, rotate_and_append
 
 
 class SoftmaxAttention(Mixer):
@@ -88,17 +88,15 @@ class SoftmaxAttention(Mixer):
         else:
             qkv, gate_BTI = self.project(params, x_BTD, before, run_config)
             qkv = checkpoint_name(qkv, "qkv")
-            norms = self.head_norms(params)
+            rotated = self.rotation(params, qkv, angles)
             if start_B is None:
-                q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
+                q_BTNH, k_BTKH, v_BTKH = rotate(*rotated)
                 visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
                 cache = visible if self.config.shares_kv else None
             else:
-                q_BTNH, cache = rotate_and_append(
-                    qkv, norms, angles, cache, start_B, num_tokens_B, run_config
-                )
+                q_BTNH, cache = rotate_and_append(*rotated, cache, start_B, num_tokens_B, run_config)
                 visible = cache
-        q_BTNH = self.scale_queries(q_BTNH, positions.position_BT)
+        q_BTNH = scale_queries(q_BTNH, positions.position_BT, spec.query_scaling)
         length_B = num_tokens_B
         if start_B is not None:
             # Without queries no key is read.
@@ -148,23 +146,19 @@ class SoftmaxAttention(Mixer):
         """Returns queries by head, [B, T, N, H], of a layer without keys, after their norm and RoPE."""
         (q_BTI,) = products(x_BTD, [params["q"]], before=before, run_config=run_config)
         q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, self.head_dim)
-        if self.spec.qk_norm:
-            q_BTNH = norm(q_BTNH, params, "q_norm", self.config)
-        return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
+        return rotate(*self.rotation(params, (q_BTNH,) * 3, angles))[0]
 
-    def head_norms(self, params: Params) -> HeadNorms | None:
-        """Returns the norms of each head of queries and keys. None: it has none."""
-        if self.spec.qk_norm != "head":
-            return None
-        return norm_before(params, "q_norm", self.config), norm_before(params, "k_norm", self.config)
+    def rotation(self, params: Params, qkv: QKV, angles: Any) -> tuple[QKV, HeadNorms | None, Any]:
+        """Returns queries, keys and values, the norms of heads and the angles, as `rotate` takes them."""
+        norms = None
+        if self.spec.qk_norm in ("head", "rotated_head"):
+            q_norm = norm_before(params, "q_norm", self.config)
+            norms = q_norm, q_norm if self.spec.shares_kv else norm_before(params, "k_norm", self.config)
+        if self.spec.qk_norm == "rotated_head" or (self.spec.rope or self.config.rope).interleaved:
+            from .rope_orders import reordered  # optional: other orders of RoPE
 
-    def scale_queries(self, q_BTNH: jax.Array, position_BT: jax.Array) -> jax.Array:
-        """Returns queries with `AttentionSpec.query_scaling`."""
-        if not self.spec.query_scaling:
-            return q_BTNH
-        beta, length = self.spec.query_scaling
-        scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
-        return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
+            return reordered(self.spec, self.config, qkv, norms, angles)
+        return qkv, norms, angles
 
     def scoring(self, params: Params) -> dict[str, Any]:
         """Returns the arguments of a layer that `attention` takes in addition to queries and keys."""
@@ -213,3 +207,12 @@ class SoftmaxAttention(Mixer):
             return {}
         query = jax.ShapeDtypeStruct((rows, 1, self.config.num_attention_heads, self.head_dim), dtype)
         return dict.fromkeys(("prefill_attention", "decode_attention"), (query, cache))
+
+
+def scale_queries(q_BTNH: jax.Array, position_BT: jax.Array, query_scaling: Any) -> jax.Array:
+    """Returns queries with `AttentionSpec.query_scaling`."""
+    if not query_scaling:
+        return q_BTNH
+    beta, length = query_scaling
+    scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
+    return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)

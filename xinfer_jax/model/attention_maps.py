@@ -18,6 +18,7 @@ from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..mixers.attention import VisibleKeys, attention
 from ..mixers.rope_append import rotate
+from ..mixers.softmax_attention import scale_queries
 from ..ops.operation import over_any_mesh
 from ..weights.layers import norm_before
 from ..weights.params import AnyArray, Params
@@ -83,8 +84,8 @@ def attention_weights(
         x_BTD = reads[i - 1]
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
         qkv, _ = mixer.project(layer, x_BTD, before, PLAIN)
-        q_BTNH, k_BTKH, _ = rotate(qkv, mixer.head_norms(layer), mixer.angles(positions))
-        q_BTNH = mixer.scale_queries(q_BTNH, positions.position_BT).astype(jnp.float32)
+        q_BTNH, k_BTKH, _ = rotate(*mixer.rotation(layer, qkv, mixer.angles(positions)))
+        q_BTNH = scale_queries(q_BTNH, positions.position_BT, mixer.spec.query_scaling).astype(jnp.float32)
         k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
         # The output for values that are the rows of the identity.
         B, K, T, _ = k_BKTH.shape

@@ -50,6 +50,8 @@ def init_params(
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
         own = spec.dtype or dtype
+        if isinstance(spec.init, float):
+            return jnp.full(spec.shape, spec.init, own)
         if spec.init == "ones":
             return jnp.ones(spec.shape, own)
         if spec.init == "norm":

@@ -27,14 +27,19 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps", "offset"])
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps", "offset", "centered"])
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """An RMS norm of the input of products."""
+    """A norm of the input of products."""
 
     weight: Any  # [I]
     eps: float
     offset: float | None  # as in `rms_norm`; kernels always multiply in float32
+    centered: bool = False  # as in `rms_norm`
+
+    def __call__(self, x: jax.Array, mean: Any = None) -> jax.Array:
+        """Returns x after the norm. mean: as in `rms_norm`."""
+        return rms_norm(x, self.weight, self.eps, self.offset, mean, self.centered)
 
 
 def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
@@ -43,13 +48,15 @@ def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: jax.Array | None = None
+    x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: Any = None, centered=False
 ) -> jax.Array:
     """Returns the root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in
     float32. Without an offset it is rounded to the dtype of x, and then multiplied by the weight. mean: the
-    mean of squares, [..., 1], if x has only a part of the features.
+    mean of squares, [..., 1], if x has only a part of the features. centered: True subtracts the mean of x
+    first, as LayerNorm does (Ba et al. 2016).
     """
     x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, -1, keepdims=True) if centered else x32
     mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
     x32 = x32 * lax.rsqrt(mean + eps)
     if offset is not None:
@@ -58,8 +65,8 @@ def rms_norm(
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """Returns x after the RMS norm of that name. mean: see `rms_norm`."""
-    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean)
+    """Returns x after the norm of that name. mean: see `rms_norm`."""
+    return norm_before(tree, name, config)(x, mean)
 
 
 def joint_norms(
@@ -80,8 +87,8 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm:
-    """Returns the RMS norm of that name, for `products` of its result."""
-    return Norm(tree[name], config.rms_norm_eps, config.norm_offset)
+    """Returns the norm of that name, for `products` of its result."""
+    return Norm(tree[name], config.rms_norm_eps, config.norm_offset, config.layers[0].centered_norms)
 
 
 def linear(
@@ -152,7 +159,7 @@ def products(
 
 def normalized(x: jax.Array, before: Norm) -> jax.Array:
     """Returns x after the norm before products."""
-    return run("apart", _identity, x=rms_norm(x, before.weight, before.eps, before.offset))
+    return run("apart", _identity, x=before(x))
 
 
 def finish_products(

@@ -18,7 +18,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str = "matrix"  # its initial values, as `init_params` has them
+    init: str | float = "matrix"  # its initial values, as `init_params` has them, or one number for all
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
     name: str = ""  # its path in the tree, as "layers.0.q.weight"

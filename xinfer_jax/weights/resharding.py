@@ -101,7 +101,8 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        own = getattr(layer.attention, "num_key_value_heads", None)
+        found = (getattr(mixer, "num_key_value_heads", None) for mixer in layer.mixers)
+        own = next(filter(None, found), None)
         return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
 
     heads = repeated(config.num_key_value_heads)

@@ -24,7 +24,8 @@ def append_form(call: Call) -> Callable | None:
     if chosen == "xla":
         return None
     by_kernel = with_plain_derivative(call, chosen, partial(_by_kernel, chosen))
-    if chosen in _TPU_IMPLS:
+    norms = call.operands["norms"]
+    if chosen in _TPU_IMPLS and not (norms and norms[0].centered):
         return by_kernel
 
     def after_norms(qkv: Any, norms: Any, **rest: Any) -> tuple[jax.Array, Contiguous]:

@@ -96,6 +96,8 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
         reason = "a kernel for TPUs"
     elif router.kind != "softmax":
         reason = f"a router of the kind {router.kind!r}"
+    elif "mlp_norm" in leaves and call.static["config"].layers[0].centered_norms:
+        reason = "a norm that subtracts the mean"
     elif call.operands["given_BTU"] is not None or router.input_scale or router.per_expert_scale:
         reason = "experts that are given, or a router with a norm or scales of its own"
     elif not router.norm_topk_prob:

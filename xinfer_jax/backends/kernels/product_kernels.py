@@ -41,6 +41,8 @@ def products_form(call: Call) -> Callable | None:
     """
     leaves = call.operands["leaves"]
     before = call.operands["before"]
+    if before is not None and before.centered:  # no kernel has such a norm
+        return partial(_in_parts, call.run_config, **call.static)
     operands = Operands(call.operands["x"], leaves, before and before.weight)
     chosen = select_product(call.run_config.impl, operands, call.static["activation"]).impl
     if chosen != "xla":

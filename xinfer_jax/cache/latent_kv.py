@@ -1,0 +1,71 @@
+"""Keys and values of latent attention: one vector for each token, of which the first part is the value."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..errors import InputError
+from .layer_cache import shard_heads
+from .stored_kv import StoredKV, quantized_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class LatentKV(StoredKV):
+    """Keys of one layer in an array of floats. The first C numbers of a key are its value."""
+
+    values: Any  # [B, K, S, C + R]: the latent, then the rotated part; or pages of them
+    scale: None
+    rank: int = dataclasses.field(metadata=dict(static=True))  # C
+
+    @property
+    def name(self) -> str:
+        return self.dtype.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def value_width(self) -> int:
+        """The width of values, which is another than that of keys."""
+        return self.rank
+
+    def map_slots(self, function: Callable, *others: Self) -> Self:
+        return dataclasses.replace(self, values=function(*(kv.values for kv in (self, *others))))
+
+    def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
+        return dataclasses.replace(self, values=x_BKTH[0])
+
+    def decode(self) -> tuple[jax.Array, jax.Array]:
+        return self.values, self.values[..., : self.rank]
+
+    def separate(self) -> tuple[Any, Any]:
+        """Returns the latents and the rotated parts."""
+        return self.values[..., : self.rank], self.values[..., self.rank :]
+
+    def join(self, k: Any, v: Any) -> Self:
+        return dataclasses.replace(self, values=np.concatenate([k, v], -1))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def empty_latents(
+    shape: tuple[int, ...], rank: int, dtype: Any, mesh: Mesh | None = None, has_rows: bool = True
+) -> LatentKV:
+    """Returns zeros, [B, K, S, C + R], divided over a mesh as in `sharded_pair`."""
+    return shard_heads(LatentKV(jnp.zeros(shape, dtype), None, rank), mesh, has_rows)
+
+
+def check_latent_dtype(dtype: Any) -> None:
+    """Raises InputError where latents cannot be stored in that dtype."""
+    if quantized_dtype(dtype) is not None:
+        raise InputError(
+            f"cache_dtype={dtype!r} is not supported for latent attention, whose keys and values are one"
+            " vector: use a float type, for example 'bfloat16'"
+        )
