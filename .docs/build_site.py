@@ -21,13 +21,16 @@ import tempfile
 import types
 from pathlib import Path
 
-import jupytext
-from sphinx.cmd.build import build_main
+try:
+    import jupytext
+    from sphinx.cmd.build import build_main
+except ImportError as error:
+    raise SystemExit(f"{error}: install the extra with pip install -e '.[docs]'") from None
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
-TUTORIALS = ["generate_and_score", "rollouts_in_jit", "lora", "grpo", "look_inside"]
+TUTORIALS = ["generate_and_score", "rollouts_in_jit", "lora", "grpo", "look_inside"]  # in reading order
 # The parts of the site: the address of each page, and its text.
 CONTENTS = {
     "Start": {
@@ -175,6 +178,8 @@ def main() -> int:
         with (folder / "index.md").open("a", encoding="utf-8") as front:
             front.write(contents())
         write_reference(folder)
+        if (given.output / "index.html").exists():  # pages of earlier names
+            shutil.rmtree(given.output)
         options = ["-q", "-W", "--keep-going", "-c", DOCS, "-d", folder / ".doctrees"]
         options += ["-b", "linkcheck" if given.links else "html"]
         options += ["-D", f"nb_execution_mode={'force' if given.execute else 'off'}"]

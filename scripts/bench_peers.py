@@ -2,7 +2,7 @@
 
     pip install torch transformers llama-cpp-python
     python scripts/bench_peers.py --precisions=float32,bfloat16 --rounds=3
-    python scripts/bench_peers.py --engines=xinfer_jax,llama.cpp --gguf=model.gguf
+    python scripts/bench_peers.py --engines=xinfer_jax --engines=llama.cpp --gguf=model.gguf
 
 Prints, as medians of the rounds: tokens per second of the prefill of a long prompt, of decoding one row, and
 of decoding all rows. Decoding is greedy, and no engine stops early. transformers runs eagerly. llama.cpp

@@ -29,6 +29,13 @@ grad::
 These classes decide how tokens are sampled and when an answer ends: SamplingConfig, GenerateOptions,
 LogitsProcessor, Tap.
 
+The name of an array ends with the letters of its axes. For example, `logits_BV` has B rows and V columns::
+
+    B  rows: prompts or answers         V  ids of the vocabulary        L  layers
+    T  tokens of this call              D  width of hidden states       N, K  query heads, key/value heads
+    S  slots of a row in the KV cache   A  alternatives of a token      H  width of a head
+    E  ids that end a row               W  words of a mask: ceil(V/32)  X, U  experts, chosen experts
+
 If an argument is invalid, you get an InputError. Some errors have their own class: ContextLengthError,
 GrammarError, NoTokenLeftError. `register` adds your own model family, cache dtype and the like.
 

@@ -58,7 +58,7 @@ class GenerateStats:
 
     @property
     def decode_tokens(self) -> int:
-        """The number of tokens from decode steps: all except the first of each row, which prefill returns."""
+        """The number of tokens from decode steps. Prefill returns the first token of each row."""
         return max(0, self.generated_tokens - self.rows)
 
     @property
@@ -74,7 +74,7 @@ class GenerateStats:
 
     @property
     def tpot_seconds(self) -> float:
-        """The time per output token (TPOT): the seconds of one decode step, whatever the number of rows."""
+        """The time per output token (TPOT), which is the time of one decode step in seconds."""
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
     def count(self, *watches: "Stopwatch") -> None:

@@ -74,7 +74,14 @@ def assert_parity(
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Arguments of `score` that choose the way in which it computes."""
+    """Arguments of `score` that choose the way in which it computes.
+
+    Attributes:
+        chunk: the number of tokens of each row whose logits exist at the same time.
+        taps: edits of the residual stream (see `run_model`).
+        remat: the values of a layer that the backward pass stores (see `run_model`).
+        impl: the implementation of attention.
+    """
 
     chunk: int | None
     taps: Taps | None
@@ -100,8 +107,8 @@ def assert_rollout_matches_score(
     Use it in tests of a trainer: a difference between both is a common cause of unstable training.
 
     Args:
-        params, config: the parameter tree of the model that samples, and its config. The layers may be
-            stacked.
+        params: the parameter tree of the model that samples. The layers may be stacked.
+        config: the config of the model.
         prompts: a list of prompts, as token ids.
         max_tokens: the number of tokens in each answer. No id ends an answer.
         temperature: the temperature of the samples and of the log-probabilities. Above 0.

@@ -134,7 +134,10 @@ def generate_text(
         key: the PRNG key of sampling: one key (prompt i of a list then uses `fold_in(key, i)`), or one key
             per prompt. None takes `jax.random.key(0)`, like commands without --seed, so the same call gives
             the same texts.
-        system, raw, escape_control_tokens: as for `encode_prompt`, for each prompt.
+        system: a system message that is put before each prompt. None adds none.
+        raw: True encodes texts without the chat template.
+        escape_control_tokens: True encodes control tokens that a conversation spells as ordinary text (see
+            `encode_prompt`).
 
     Returns:
         The text of the answer, or a list with one text per prompt.
@@ -190,7 +193,13 @@ def stream_text(
     Args:
         model: a model from `load_model`.
         prompt: a text or a conversation.
-        options, key, system, raw, escape_control_tokens: as for `generate_text`.
+        options: the options of the call. None takes `GenerateOptions()`, which generates at most 128 tokens.
+            If `options.sampling` is None, the answer follows the model's generation_config.json.
+        key: the PRNG key of sampling. None takes `jax.random.key(0)`.
+        system: a system message that is put before the prompt. None adds none.
+        raw: True encodes the text without the chat template.
+        escape_control_tokens: True encodes control tokens that a conversation spells as ordinary text (see
+            `encode_prompt`).
 
     Returns:
         A `TextStream`, an iterator over pieces of text. Its `output` has tokens and statistics at the end.
@@ -291,7 +300,7 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
         row: the index of the answer in `out`.
 
     Returns:
-        For each generated token, a list of `TokenText`: the token itself comes first, and its alternatives
+        A list of `TokenText` for each generated token. The token itself comes first, and its alternatives
         follow. Probabilities are before any logits processor.
 
     Raises:

@@ -5,10 +5,10 @@ first word of the next sentence, which the loss masks. The next prompt begins wi
 engine shares their pages. One batch of episodes is sampled while another is trained on, and goes on with new
 weights. The ratio of a token is to its log-probability as it was sampled, by whichever weights.
 
-    python scripts/examples/grpo_engine.py --model=../shared/data/stories260K --steps=30
+    python scripts/examples/grpo_engine.py --model=PATH --steps=30
 
-Calls of an episode (at most 3) by stories260K rise from 0.6 to 2.6 in 10 steps and to 3.0 in 30, with three
-seeds. A run takes 35 seconds of CPU time.
+PATH is a directory with a checkpoint. Calls of an episode (at most 3) by stories260K rise from 0.6 to 2.6 in
+10 steps and to 3.0 in 30, with three seeds. A run takes 35 seconds of CPU time.
 """
 
 from checkout import start

@@ -16,6 +16,13 @@ ROWS = 4
 CONTEXT = 8192  # tokens of a row, or the context length of the model if that is less
 CHUNK = 256  # the default of `xinfer-jax plan`
 FORMATS = ("bfloat16", "int8", "int4")  # from the widest
+# By format of the weights the flag of `xinfer-jax serve` on a GPU.
+FLAGS = {
+    "bfloat16": "none",
+    "int8": "`--quantize=int8`",
+    "int4": "`--quantize=int4`",
+    "mxfp4": "none: the files have it",
+}
 _GIB = 2**30
 # GPUs of the same memory are one column. An A100 of 40 GB has no data sheet here: plan takes --memory_gib.
 A100_40 = dataclasses.replace(CARDS["a100"], name="NVIDIA A100-SXM4-40GB", memory_gib=39.4)
@@ -108,6 +115,18 @@ def fits() -> list[str]:
         [code(model.name), *(_widest(model, card) for _, card in DEVICES.values())] for model in published()
     ]
     return table(["model", *DEVICES], rows)
+
+
+def fit_24_gb() -> list[str]:
+    """Returns by format the models that fit on one card of 24 GB, with the flags that give this format."""
+    small = [card for title, (_, card) in DEVICES.items() if "24 GB" in title]
+    rows = []
+    for weights, flag in FLAGS.items():
+        names = [
+            code(model.name) for model in published() if {weights} == {_widest(model, card) for card in small}
+        ]
+        rows.append([weights, flag, ", ".join(names)])
+    return table(["format", "flag", "models"], rows)
 
 
 def _widest(model: Published, card: Card | Tpu) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from feature_cases import FAMILIES, is_supported
+from feature_cases import CHECKS, FAMILIES, is_supported
 from gpu.programs import layer_period
 from mesh_cases import FAMILIES as MESH_FAMILIES, OTHERS as MESH_OTHERS
 from parity_cases import CASES
@@ -96,10 +96,10 @@ def formats() -> list[str]:
     """Returns the formats in which weights of each family are read and written."""
     columns = {
         "Hugging Face files": lambda family: _tested(_has_golden_file(family)),
-        "int8, int4 while loading": lambda family: _tested(family in FAMILIES),
+        "int8, int4 while loading": lambda family: _feature("quantized", family),
         "own int8, int4 files": lambda family: _feature("own_files", family),
         "AWQ scales": lambda family: _feature("scales", family),
-        "FP8 files": lambda family: _tested(family in FAMILIES),
+        "FP8 files": lambda family: _feature("fp8_files", family),
         "GGUF": lambda family: _tested(family in GGUF_TYPES.values()),
     }
     return _table(columns)
@@ -108,10 +108,10 @@ def formats() -> list[str]:
 def features() -> list[str]:
     """Returns the features and the devices of each family."""
     columns = {
-        "adapters": lambda family: _tested(family in FAMILIES),
+        "adapters": lambda family: _feature("adapters", family),
         "training": lambda family: _tested(family in {case.hf["model_type"] for case in CASES.values()}),
-        "engine": lambda family: _tested(family in FAMILIES),
-        "drafts from the text": lambda family: _tested(family in FAMILIES),
+        "engine": lambda family: _feature("engine", family),
+        "drafts from the text": lambda family: _feature("drafts", family),
         "as a draft model": lambda family: _feature("draft_model", family),
         "mesh": lambda family: _tested(family in mesh_families()),
         "GPU kernels": lambda family: _kernels(family, _GPU),
@@ -135,7 +135,7 @@ def _tested(is_tested: bool) -> str:
 
 
 def _feature(feature: str, family: str) -> str:
-    return _tested(is_supported(feature, family))
+    return _tested(feature in CHECKS and family in FAMILIES and is_supported(feature, family))
 
 
 def _has_golden_file(family: str) -> bool:

@@ -183,8 +183,16 @@ def not_served() -> list[str]:
     rows = [
         [code(name), _values(values), f"{ways.get(name, 'leave it out')}"]
         for name, values in sorted(fields._NOT_SERVED.items())
+        if name not in _SENT  # `stream`: bodies that are sent to a server may ask for it
     ]
     return table(["field", "accepted value", "instead"], rows)
+
+
+def of_penalties() -> list[str]:
+    """Returns the fields that are errors next to a penalty, and each penalty with its neutral value."""
+    fields = ", ".join(map(code, sorted(other_servers._OF_PENALTIES)))
+    penalties = ", ".join(f"{code(name)} ({off}: off)" for name, off in other_servers._PENALTIES.items())
+    return table(["fields", "400 next to"], [[fields, penalties]])
 
 
 def of_other_servers() -> list[str]:

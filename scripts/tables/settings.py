@@ -24,6 +24,7 @@ GROUPS = {
     "limits": "limits",
     "start": "start, log and end",
 }
+FLAGS = {"adapters": "`--adapter NAME=PATH`", "role": "`--role`, in `serve` only"}  # of options
 
 
 def sampling() -> list[str]:
@@ -54,7 +55,7 @@ def engine_options() -> list[str]:
     texts = option_texts()
     rows = []
     for field in dataclasses.fields(EngineOptions):
-        flag = code(f"--{field.name}") if field.name in PARSER.values else "—"
+        flag = FLAGS.get(field.name, code(f"--{field.name}") if field.name in PARSER.values else "—")
         meaning, default = _split_default(texts[field.name])
         given = default if field.default is None else code(_shown(field.default))
         rows.append([code(field.name), flag, given or code(None), sentence(meaning)])

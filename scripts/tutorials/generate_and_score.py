@@ -305,7 +305,7 @@ for row, sampling in enumerate(per_row):
 #
 # ## Next
 #
-# - [Ways to decode](../../xinfer_jax/generation/README.md) lists all options, and which sampling settings a
+# - [Generate text](../../xinfer_jax/generation/README.md) lists all options, and which sampling settings a
 #   call follows.
 # - [Rollouts in your own jit](rollouts_in_jit.py) generates inside `jax.jit`, and takes gradients.
 # - [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751) (Holtzman et al. 2020)

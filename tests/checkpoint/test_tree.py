@@ -128,7 +128,6 @@ def test_all_faults_are_one_error():
         xj.params.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 
 
-@pytest.mark.unit
 def test_what_is_no_array_of_floats():
     config, tensors, params = published("qwen2-gqa-tied-old")
     norm = {"model.norm.weight": np.ones(config.hidden_size, np.int32)}

@@ -5,15 +5,16 @@ texts that they need are complete: a new family, setting, flag, field or metric 
 import re
 from types import SimpleNamespace
 
-import make_tables
 import pytest
 from paths import ROOT
+from run_script import functions
 from tables import environment, families, http_fields, markdown, metrics, settings
 
 from xinfer_jax.errors import InputError
 from xinfer_jax.estimates.model_shapes import SHAPES
 from xinfer_jax.plugins import names
 
+make_tables = functions("make_tables")  # its flag --check is not left behind
 pytestmark = pytest.mark.newest
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in make_tables.markdown_files()}
@@ -41,6 +42,15 @@ def test_blocks_are_found_and_written():
     assert markdown.stale_blocks(new, tables) == []
     with pytest.raises(InputError, match="names the table 'b': the tables are a"):
         markdown.stale_blocks(text.replace("table: a", "table: b"), tables)
+
+
+@pytest.mark.unit
+def test_a_feature_without_a_check_is_not_called_tested(monkeypatch):
+    for feature in ("quantized", "fp8_files", "adapters", "engine", "drafts", "draft_model"):
+        assert families._feature(feature, "qwen2") == families.TESTED
+        with monkeypatch.context() as without:
+            without.delitem(families.CHECKS, feature)
+            assert families._feature(feature, "qwen2") == families.NO
 
 
 @pytest.mark.unit

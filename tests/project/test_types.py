@@ -7,6 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_fields_of_requests_are_those_of_their_options():
     )
     assert one == fields
     assert many == fields | dict(adapter="str | Sequence[str | None] | None")
-    named = {*inspect.signature(xj.Engine.sample.method).parameters} - {"self", "how"}
+    named = {*inspect.signature(xj.Engine.sample).parameters} - {"self", "how"}
     left_out = {"prompt_logprobs", "processed_logprobs", "live"}
     assert sample == {k: v for k, v in fields.items() if k not in left_out} | dict(
         request_options="RequestOptions | None"
@@ -154,8 +155,10 @@ def test_options_of_score_in_tests_are_its_arguments():
 
 
 def test_a_part_has_the_signature_of_its_method():
-    assert "mode" in inspect.signature(xj.Engine.update.method).parameters
-    assert xj.Engine.update.__doc__ == xj.Engine.update.method.__doc__
+    assert "mode" in inspect.signature(xj.Engine.update).parameters
+    assert xj.Engine.update.__doc__ == inspect.unwrap(xj.Engine.update).__doc__
+    parts = SimpleNamespace(weights=SimpleNamespace(update=lambda params, mode: (params, mode)))
+    assert xj.Engine.update(parts, 1, mode="wait") == (1, "wait")
 
 
 # --- results have one shape ---------------------------------------------------------------------------------

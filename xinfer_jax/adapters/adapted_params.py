@@ -63,7 +63,7 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     Pass them to functions of arrays with B rows: `forward`, `score`, `prefill` or `decode_loop`.
 
     Args:
-        params: as for `with_adapter`.
+        params: the parameter tree of the model, with its layers in a tuple (see `with_adapter`).
         adapters: at least one adapter. They may have different ranks, matrices and dtypes. The arrays of a
             matrix are stacked in the widest dtype of them and of the activations, so each adapter has the
             results that it has alone.

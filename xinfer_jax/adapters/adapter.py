@@ -24,7 +24,7 @@ from ..weights.params import ParamSpec, param_specs, resolve_dtype
 class LowRank(NamedTuple):
     """The two matrices of a LoRA adapter for a matrix [O, I].
 
-    The adapter adds their product b @ a, times a scale, to the matrix.
+    The adapter adds their product ``b @ a``, times a scale, to the matrix.
 
     Attributes:
         a: [R, I]. For the experts of a layer: [X, R, I].

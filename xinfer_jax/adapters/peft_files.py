@@ -64,12 +64,16 @@ def load_adapter(  # noqa: PLR0913  a public function
 
     Args:
         config: the config of the model for which the adapter was trained.
-        path_or_repo_id: the adapter's directory, or a hub name owner/name or owner/name@revision.
+        path_or_repo_id: the adapter's directory, or a name on the hub such as ``owner/name`` or
+            ``owner/name@revision``.
         dtype: the dtype of the arrays. None keeps the dtype of the file.
         base: the name or path of your model. If the adapter names another model, the log has a warning. None
             does not compare.
         max_rank: the largest allowed rank of a matrix. None allows any rank.
-        revision, token, subfolder, local_files_only: as for `load_model`.
+        revision: a branch, a tag or a commit of a repository on the hub. None takes the default branch.
+        token: an access token of the hub (see `load_model`).
+        subfolder: the folder of the repository, or of the directory, that has the files. "" is its root.
+        local_files_only: True takes only files that were downloaded before, and does not ask the hub.
 
     Returns:
         An `Adapter`, for `with_adapter` or `Engine.add_adapter`.

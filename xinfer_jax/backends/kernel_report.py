@@ -52,12 +52,13 @@ def kernels_used(
     implementation, and why.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
-        impl: as for `GenerateOptions`.
+        params: the parameter tree of the model.
+        config: the config of the model.
+        impl: the implementation that the call asks for (see `GenerateOptions`).
         rows: the number of prompts in the call.
-        cache_dtype: as for `GenerateOptions`.
-        capacity: as for `GenerateOptions`. None takes the capacity of a call with a short prompt and the
-            default number of new tokens. `default_capacity` computes it for other calls.
+        cache_dtype: the dtype of keys and values (see `GenerateOptions`).
+        capacity: the most tokens that a row of the KV cache can hold. None takes the capacity of a call with
+            a short prompt and the default number of new tokens.
 
     Returns:
         A dict from names of kernels to a `Selection`.

@@ -22,6 +22,22 @@ class DatasetGenerator:
     """Answers batches of prompts as Ray Data's `map_batches` calls it.
 
     You can pickle it. The first call creates its engine.
+
+    Args:
+        model: a directory, a name on the hub, or a GGUF file (see `load_model`). None takes the bundled
+            checkpoint.
+        options: the options of all rows, with `n=1`. If `options.sampling` is None, the settings of the
+            model's generation_config.json are used. None takes `GenerateOptions()`.
+        seed: the seed of all rows. The random numbers of a row also depend on its custom_id (see
+            `generate_file`).
+        raw: True encodes the prompt of a row without the chat template.
+        system: a system message that is put before the prompt of a row. None adds none.
+        dtype: the dtype of floats (see `load_model`).
+        quantize: the way in which matrices are quantized while they are loaded (see `load_model`).
+        activations: "int8" also quantizes activations on a CPU (see `load_model`).
+        escape_control_tokens: True encodes control tokens that a row spells as ordinary text (see
+            `encode_prompt`).
+        engine: fields of `EngineOptions`, for example `rows=16`.
     """
 
     def __init__(  # noqa: PLR0913  a public function
@@ -29,13 +45,7 @@ class DatasetGenerator:
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
         activations: str | None = None, escape_control_tokens: bool = True, **engine: Unpack[EngineSettings],
     ):  # fmt: skip
-        """Stores the arguments for the engine of the first call.
-
-        Args:
-            model, dtype, quantize, activations: as for `load_model`.
-            options, seed, raw, system, escape_control_tokens: as for `generate_file`.
-            engine: fields of `EngineOptions`.
-        """
+        """Stores the arguments for the engine of the first call."""
         self._load_arguments = (model, dtype, quantize, None, activations)
         self._default_arguments = (options, seed, raw, system, False, escape_control_tokens)
         self._engine_arguments = engine

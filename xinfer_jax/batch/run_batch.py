@@ -42,19 +42,22 @@ class BatchReport(TypedDict):
     """Counts, rates and times of a call of `generate_file`.
 
     Attributes:
-        answered, errors: the number of lines of this call with an answer, and with an error.
+        answered: the number of lines of this call with an answer.
+        errors: the number of lines of this call with an error.
         finished_before: the number of lines that earlier calls finished.
-        errors_before: the number of lines with an error among them.
+        errors_before: the number of lines with an error that earlier calls finished.
         stopped: True if `stop` was set before the end of the file.
         seconds: the time from the start of the engine to the last answer.
         lines_per_second: the rate of lines with an answer or an error.
-        prefill_tokens, generated_tokens: the number of prompt tokens that were computed, and of tokens in
-            answers.
-        prefill_tokens_per_second, generated_tokens_per_second: the rates of these tokens.
+        prefill_tokens: the number of prompt tokens that were computed.
+        generated_tokens: the number of tokens in answers.
+        prefill_tokens_per_second: the rate of the prompt tokens that were computed.
+        generated_tokens_per_second: the rate of the tokens in answers.
         hits: the fraction of prompt tokens that the prefix cache had.
         preemptions: how often a row was preempted.
         finish_reasons: the number of answers with each finish_reason.
-        ttft_seconds, tpot_seconds: percentiles of latencies in seconds (see `EngineStats`).
+        ttft_seconds: the percentiles of the time to the first token, in seconds (see `EngineStats`).
+        tpot_seconds: the percentiles of the time per token after the first one, in seconds.
     """
 
     answered: int
@@ -136,7 +139,8 @@ def generate_file(  # noqa: PLR0913  a public function
             defaults are the settings of the model's generation_config.json.
         seed: the seed of lines without a seed. Such a line gets key(seed), into which four numbers are folded
             in turn: the first four uint32, little-endian, of the sha256 of its custom_id or number.
-        raw, system: as for `encode_prompt`, for lines with a prompt.
+        raw: True encodes the prompt of a line without the chat template.
+        system: a system message that is put before the prompt of a line. None adds none.
         score: True scores given texts. A line is then {"prompt": …, "completions": […]} or {"text": …}, and
             its answer has log-probabilities. An empty completion has the log-probability 0, with 0 tokens.
         in_order: True writes the answers in the order of their lines.
@@ -148,7 +152,8 @@ def generate_file(  # noqa: PLR0913  a public function
         grace: the time, in seconds, for running lines after `stop`.
         progress: True shows a bar on standard error if it is a terminal. Otherwise it logs a line a minute,
             at level INFO.
-        escape_control_tokens: as for `encode_prompt`, for lines with messages or a prompt that is not raw.
+        escape_control_tokens: True encodes control tokens that a line spells as ordinary text (see
+            `encode_prompt`). It has an effect on lines with messages, or with a prompt that is not raw.
         starting: a context manager that is entered while the engine starts and compiles programs.
         engine: fields of `EngineOptions`, for example `rows=16`.
 

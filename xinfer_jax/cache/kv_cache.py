@@ -76,8 +76,9 @@ class KVCache(ShortRepr):
 
     @property
     def fits(self) -> tuple[tuple, ...]:
-        """The shapes that a model needs to use this cache: for each layer its key heads and head_dim, or its
-        state.
+        """The shapes that a model needs to use this cache.
+
+        Each layer has an entry with its key heads and head_dim, or with its state.
         """
         return tuple(layer.fits for layer in self.layers)
 

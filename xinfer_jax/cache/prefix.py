@@ -82,7 +82,8 @@ class Prefix:
         its keys.
 
         Args:
-            params, config: the parameter tree of the model, and its config with fixed factors.
+            params: the parameter tree of the model.
+            config: the config of the model, with fixed factors.
 
         Raises:
             InputError: `check` raises it.

@@ -32,7 +32,8 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
     For example, you can compute a long system prompt once, and load its prefix in later processes.
 
     Args:
-        params, config: the parameter tree of the model that computed the prefix, and its config.
+        params: the parameter tree of the model that computed the prefix.
+        config: the config of this model.
         prefix: a `Prefix`, from `generate` with `keep_prefix=True`.
         path: the file to write.
 
@@ -67,8 +68,8 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
     """Reads a prefix from a file that `save_prefix` wrote, for `GenerateOptions(prefix=…)`.
 
     Args:
-        params, config: the parameter tree and the config of the model. It must be the model that computed the
-            prefix.
+        params: the parameter tree of the model that computed the prefix.
+        config: the config of this model.
         path: the file.
         capacity: the most tokens that a row of the cache can hold, at most the context length. None takes the
             saved capacity.

@@ -185,8 +185,8 @@ def load_model(  # noqa: PLR0913  a public function
 
     Args:
         path_or_repo_id: a directory with config.json and safetensors files, a name on the hub such as
-            "owner/name" or "owner/name@revision", or a GGUF file. Functions of text also need tokenizer.json
-            in the directory. None loads the bundled checkpoint.
+            ``"owner/name"`` or ``"owner/name@revision"``, or a GGUF file. Functions of text also need
+            tokenizer.json in the directory. None loads the bundled checkpoint.
         dtype: the dtype of floats: float32, bfloat16 or float16, whatever the checkpoint has. None chooses
             float32 on a CPU and bfloat16 on other devices. If it is None, matrices in FP8, NVFP4, NF4 and FP4
             become bfloat16.

@@ -136,12 +136,12 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The experts, which are equal in all layers that have experts. None: no layer has experts."""
+        """The experts, which are equal in all layers that have experts, or None if no layer has experts."""
         return next((layer.experts for layer in self.layers if layer.experts), None)
 
     @property
     def num_experts(self) -> int:
-        """X, the number of experts. 0: there are no experts."""
+        """X, the number of experts, or 0 if there are none."""
         return self.experts.num_experts if self.experts else 0
 
     @property
@@ -186,7 +186,7 @@ class ModelConfig:
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer. None: the layer has no window."""
+        """The sliding window of each layer, or None if the layer has no window."""
         return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
     @property

@@ -10,13 +10,18 @@ class RopeConfig:
     Fields have the names of Hugging Face's `rope_parameters`.
 
     Attributes:
-        rope_type, rope_theta, factor: the type of scaling, the base of the frequencies, and the factor of the
-            context length.
+        rope_type: the type of scaling, for example "yarn".
+        rope_theta: the base of the frequencies.
+        factor: the factor of the context length.
         original_max_position_embeddings: llama3, yarn and longrope: the context length of the first training.
-        low_freq_factor, high_freq_factor: llama3: the bounds between low, medium and high frequencies.
+        low_freq_factor: llama3: the bound between low and medium frequencies.
+        high_freq_factor: llama3: the bound between medium and high frequencies.
         attention_factor: yarn and longrope: the scale of cos and sin. None computes it from `factor`.
-        beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn: the fields of the same names in
-            transformers.
+        beta_fast: yarn: the field `beta_fast` of transformers.
+        beta_slow: yarn: the field `beta_slow` of transformers.
+        mscale: yarn: the field `mscale` of transformers.
+        mscale_all_dim: yarn: the field `mscale_all_dim` of transformers.
+        truncate: yarn: the field `truncate` of transformers.
         partial_rotary_factor: the leading part of each head that is rotated, 0 to 1.
         short_factor: longrope: the divisors of each pair's frequency, for sequences up to the original
             length.
@@ -46,7 +51,7 @@ class RopeConfig:
 
     @property
     def switches_at(self) -> int | None:
-        """The length beyond which all angles of a sequence change (longrope). None: they never change."""
+        """The length beyond which all angles of a sequence change (longrope), or None if they do not."""
         return None if self.short_factor == self.long_factor else self.original_max_position_embeddings
 
     def rotated_width(self, head_dim: int) -> int:

@@ -74,7 +74,9 @@ class Answer:
         switches: the versions of the engine's parameters that computed the answer, for `Engine.replay`.
         ended_by: "eos", "stop" (an id), "stop string", "length", "cancelled", "deadline", "aborted" (by
             `Engine.update` or `Engine.pause`) or "error". None: the answer has not ended.
-        finish_reason, stop_reason: see `GenerateOutput`. None: the answer has not ended.
+        finish_reason: "stop", "length", "abort" or "error" (see `GenerateOutput`). None: the answer has not
+            ended.
+        stop_reason: the id or the text that stopped the answer (see `GenerateOutput`).
     """
 
     routes = OldAttribute("routed_experts")
@@ -105,13 +107,13 @@ class Answer:
 
     @property
     def num_text_ids(self) -> int:
-        """The number of tokens that have text: all of `tokens` except an EOS or stop id at the end."""
+        """The number of tokens that have text, which are all tokens except an EOS or stop id at the end."""
         count = len(self.tokens)
         return count - (count > 0 and self.tokens[count - 1] in self.request.call.end_ids)
 
     @property
     def text_ids(self) -> list[int]:
-        """The ids that have text: all of `tokens` except an EOS or stop id at the end."""
+        """The ids that have text, which are all of `tokens` except an EOS or stop id at the end."""
         return self.tokens[: self.num_text_ids]
 
     @property
@@ -121,8 +123,9 @@ class Answer:
 
     @property
     def adapter_versions(self) -> list[int]:
-        """For each entry of `logprobs`, the version of the adapter that sampled the token. 0: there is no
-        adapter.
+        """For each entry of `logprobs`, the version of the adapter that sampled the token.
+
+        The version is 0 if the request has no adapter.
         """
         return [switch.adapter_version for switch in self._switch_of_tokens]
 
@@ -133,12 +136,12 @@ class Answer:
 
     @property
     def routed_experts(self) -> np.ndarray | None:
-        """The experts that each token used, as `score` takes them, once the answer has ended. None: not asked
-        for.
+        """The experts that each token used, as `score` takes them, once the answer has ended.
 
-        int32 [tokens of the prompt and of the answer, L, U]: the experts at the time when the keys of a token
-        were computed. Entries are -1 for the last token, which had no keys yet. All entries are -1 if the
-        answer ended while it had no slot.
+        The array is int32 [tokens of the prompt and of the answer, L, U]. It has the experts at the time when
+        the keys of a token were computed. It is None if the request did not ask for experts. Entries are -1
+        for the last token, which had no keys yet. All entries are -1 if the answer ended while it had no
+        slot.
         """
         if not self.request.request_options.return_routed_experts:
             return None
@@ -150,10 +153,10 @@ class Answer:
 
     @property
     def support(self) -> np.ndarray | None:
-        """The sampling mask of each token, as `score` takes it. None: the request did not ask for it.
+        """The sampling mask of each token, as `score` takes it.
 
-        uint32 [entries of `logprobs`, ceil(V/32)]: if the processors and filters allowed id v, bit `v % 32`
-        of word `v // 32` is set.
+        The array is uint32 [entries of `logprobs`, ceil(V/32)]. It is None if the request did not ask for
+        masks. If the processors and filters allowed id v, bit `v % 32` of word `v // 32` is set.
         """
         if not self.request.request_options.return_support:
             return None
@@ -198,9 +201,12 @@ class Answer:
         """Appends sampled tokens with the values that are recorded for each of them.
 
         Args:
-            ids, logprobs: the tokens and their log-probabilities.
+            ids: the tokens.
+            logprobs: the log-probability of each token.
             finished: True if the last token is an EOS or stop id.
-            processed_logprobs, alternatives, support: further values of each token, if they are recorded.
+            processed_logprobs: the log-probability of each token after the processors, if it is recorded.
+            alternatives: the alternatives of each token, if they are recorded.
+            support: the sampling mask of each token, if it is recorded.
 
         Returns:
             True if the answer has ended.
@@ -251,7 +257,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's value "stop" or "length", or "abort" or "error". None: the answer has not ended."""
+        """OpenAI's value "stop" or "length", or "abort" or "error". It is None until the answer has ended."""
         return self.ended_by and FINISH_REASONS.get(self.ended_by, self.ended_by)
 
     @property
@@ -311,7 +317,13 @@ class Answer:
         self.row.record_elsewhere(len(self.row.ids), first.row.hits)
 
     def tokens_after(self, count: int) -> tuple[list[int], bool]:
-        """Returns the ids after the first `count`, and True if no more ids will come."""
+        """Returns the ids after the first `count`, and True if no more ids will come.
+
+        In an event loop, call it for each item of `Request.updates`.
+
+        Args:
+            count: the number of ids that you have already.
+        """
         ended = self.ended_by is not None  # read before the ids, which another thread appends to
         return self.tokens[count:], ended
 

@@ -34,14 +34,15 @@ class SampleOutput(ShortRepr):
         versions_T: int32: the version of the weights that sampled each token (`Engine.update`).
         adapter_versions_T: int32: the version of the adapter that sampled each token
             (`Engine.update_adapter`). 0: the request has no adapter.
-        finish_reason, stop_reason: see `GenerateOutput`.
+        finish_reason: "stop", "length", "abort" or "error" (see `GenerateOutput`).
+        stop_reason: the id or the text that stopped the answer (see `GenerateOutput`).
         seed: the seed of the random draws. In an engine of this shape and these weights it gives the same
             bits.
-        alternatives: see `GenerateOutput`. They are present if `options.logprobs` asks for them. Otherwise
+        alternatives: a `TokenLogprobs` for each token, if you set `options.logprobs`. Otherwise None.
+        routed_experts: the experts of each token (`Answer.routed_experts`), if you set
+            `return_routed_experts`. Otherwise None.
+        support: the sampling mask of each token (`Answer.support`), if you set `return_support`. Otherwise
             None.
-        routed_experts: see `Answer`. They are present if `return_routed_experts` asks for them. Otherwise
-            None.
-        support: see `Answer`. It is present if `return_support` asks for it. Otherwise None.
         answer: the `Answer` behind the arrays, for `Engine.replay`. It is None after you copied or pickled
             the result.
     """
@@ -91,16 +92,19 @@ class AsyncSampling:
 
         Args:
             ids: the prompt: a list of ids, or an int array [T].
-            options: as for `submit`, for one answer. For several answers call `sample` several times. The
-                calls share the prompt's pages.
+            options: the `GenerateOptions` of one answer. None takes `GenerateOptions()`. For several answers
+                call `sample` several times. The calls share the prompt's pages.
             seed: the seed of the random draws, at least 0. None takes a random seed, and the result has it.
-            live, how: as for `submit`, except `key` and `prompt_logprobs`.
+            live: True means that you may stream the answer. False lets the engine take more decode steps at
+                a time.
+            how: fields of `RequestOptions`, for example `priority=3`. `prompt_logprobs` raises `InputError`.
+                You can also pass `request_options=RequestOptions(…)`. The fields then replace its fields.
 
         Returns:
             A `SampleOutput`.
 
         Raises:
-            InputError: as for `submit`. Also if you pass a text in place of ids, or ask for more than one
+            InputError: `submit` would raise it, you pass a text in place of ids, or you ask for more than one
                 answer.
         """
         ids = check_token_ids("ids", ids)

@@ -147,11 +147,13 @@ class HeldAdapters(HeldTable[HeldAdapter]):
         Requests with other adapters, or without one, still find their pages in the prefix cache.
 
         Args:
-            name, adapter: as for `add_adapter`.
+            name: the name of the adapter.
+            adapter: the new adapter: an `xj.lora.Adapter`, or a directory or hub name, as
+                `xj.lora.load_adapter` takes it.
             version: the version of the new adapter, for `adapter_versions`. None takes the last version plus
                 1. `add_adapter` sets 0.
-            mode: as for `Engine.update`, for unfinished answers with this adapter. "wait" waits for all
-                answers.
+            mode: the fate of unfinished answers with this adapter: "continue", "wait", "abort" or "recompute"
+                (see `Engine.update`). "wait" waits for all answers.
 
         Raises:
             InputError: `add_adapter` or `Engine.update` would raise it, or no adapter has the name.

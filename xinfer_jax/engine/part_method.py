@@ -1,6 +1,7 @@
 """`PartMethod`: a method of an engine that one of its parts has."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 Parameters = ParamSpec("Parameters")
@@ -16,13 +17,18 @@ class PartMethod(Generic[Parameters, Result]):
         """
         self.part = part
         self.method = method
-        self.__doc__ = method.__doc__
+
+        @wraps(method)
+        def unbound(owner: object, *args: Any, **kwargs: Any) -> Any:
+            return self.__get__(owner, type(owner))(*args, **kwargs)
+
+        self.unbound = unbound
 
     @overload
-    def __get__(self, owner: None, owner_class: type) -> "PartMethod[Parameters, Result]": ...
+    def __get__(self, owner: None, owner_class: type) -> Callable[Concatenate[Any, Parameters], Result]: ...
     @overload
     def __get__(self, owner: object, owner_class: type) -> Callable[Parameters, Result]: ...
     def __get__(self, owner: object | None, owner_class: type) -> Any:
         if owner is None:
-            return self
+            return self.unbound
         return getattr(getattr(owner, self.part), self.method.__name__)

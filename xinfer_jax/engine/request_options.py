@@ -84,7 +84,8 @@ class RequestOptions:
             same bits. If there are more clients than slots, they take turns (`EngineOptions.time_slice`).
         received: the time, by time.monotonic(), at which the request arrived, if that was before the call.
             The times of the request count from it. None: now.
-        escape_control_tokens: as for `encode_prompt`, if the prompt is a text or messages.
+        escape_control_tokens: True encodes control tokens that a text or messages spell as ordinary text (see
+            `encode_prompt`).
         skip_special_tokens: True gives special tokens no text. With False, stop strings are found in their
             text too.
         content_after: the part of the answer that the prompt already has: "<think>", a header of Harmony, or

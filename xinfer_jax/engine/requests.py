@@ -30,8 +30,10 @@ class Request:
     Attributes:
         ids: the token ids of the prompt.
         answers: a list of `Answer`: `n` of them, or `best_of`.
-        call, request_options: the options of the request, after all checks.
-        adapter, factors: the LoRA adapter of the request, and the factors of the engine's vectors.
+        call: the prompt and the `GenerateOptions` of the request, after all checks.
+        request_options: the `RequestOptions` of the request, after all checks.
+        adapter: the LoRA adapter of the request. None: the request names no adapter.
+        factors: the factors of the engine's vectors (`GenerateOptions.taps`).
         deadline: the time of the deadline, by time.monotonic().
         prompt_logprobs: the log-probability of each token of the prompt except the first, or from
             `prompt_logprobs_from` on, if the request asks for them.
@@ -52,8 +54,10 @@ class Request:
 
         Args:
             engine: the engine that gets the request.
-            call, request_options: the checked options.
-            adapter, factors: the adapter that the request names, and the factors of the engine's vectors.
+            call: the prompt and the checked `GenerateOptions`.
+            request_options: the checked `RequestOptions`.
+            adapter: the adapter that the request names. None: the request names no adapter.
+            factors: the factors of the engine's vectors.
             numbers: the indices of the answers that this engine computes. None: all.
             first: an answer of another engine, which has its first token. None: there is none.
         """
@@ -204,7 +208,10 @@ class Request:
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
     def updates(self) -> AsyncIterator[bool]:
-        """Yields whenever the request may have new tokens, in an event loop."""
+        """Yields whenever the request may have new tokens, in an event loop.
+
+        `Answer.tokens_after` returns the tokens.
+        """
         return request_updates([self])
 
     def notify(self) -> None:

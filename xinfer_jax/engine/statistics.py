@@ -17,26 +17,29 @@ class EngineStats:
     """Statistics of an engine, or of several engines behind one queue, from `Engine.stats`.
 
     Attributes:
-        running, prefilling, waiting: the number of answers that decode, that prefill, and that wait for a
-            slot.
+        running: the number of answers that decode.
+        prefilling: the number of answers that prefill.
+        waiting: the number of answers that wait for a slot.
         pages_used: the number of pages that rows use.
         pages_shared: the number of pages that several rows use.
         pages_cached: the number of pages that no row uses, and that stay in the prefix cache.
         pages_free: the number of all other pages.
         hits: tokens of prompts that were found in the prefix cache.
-        host_hits, file_hits: the part of `hits` that came from host memory, and the part that came from
-            files.
+        host_hits: the part of `hits` that came from host memory.
+        file_hits: the part of `hits` that came from files.
         host_pages: the number of pages of the prefix cache in host memory.
         preemptions: how often a row was preempted.
-        prefill_tokens, generated_tokens: the number of prefilled tokens, and of sampled tokens.
+        prefill_tokens: the number of prefilled tokens.
+        generated_tokens: the number of sampled tokens.
         requests: the number of requests that have ended.
         programs: the number of programs that were compiled ahead of their first run. 0 over a mesh.
         warming_up: the number of engines that still compile programs in the background.
         waiting_for_programs: the part of `waiting` whose programs are not compiled yet, or that waits for an
             `update`.
-        ttft_seconds, tpot_seconds: the 50th, 90th and 99th percentile, in seconds, of the time to the first
-            token (TTFT) and of the time per token after it (TPOT), over the last 1000 requests. None: no
-            request has ended.
+        ttft_seconds: the 50th, 90th and 99th percentile of the time to the first token (TTFT), in seconds,
+            over the last 1000 requests. None: no request has ended.
+        tpot_seconds: the 50th, 90th and 99th percentile of the time per token after the first one (TPOT), in
+            seconds, over the last 1000 requests. None: no request has ended.
     """
 
     running: int

@@ -190,6 +190,12 @@ class Engine:
     tokens and log-probabilities that it gets alone in an engine of the same shape. The ideas are continuous
     batching (Orca, Yu et al. 2022) and PagedAttention (vLLM, Kwon et al. 2023).
 
+    Create it with a model and `EngineOptions`: `Engine(model, EngineOptions(rows=4))`. You can also pass the
+    fields of the options as keyword arguments: `Engine(model, rows=4)`. The constructor compiles the programs
+    that a short greedy request needs. The other programs are compiled in the background, and a request that
+    needs one of them waits for it. In a `with` block the engine has a thread that takes its steps. The
+    constructor raises `InputError` if an option has a value that no engine can have.
+
     With `data_parallel=N` there are N engines behind one queue. A request has the same bits in each of them.
     It goes to the engine with the fewest requests. If the prefix cache of another engine has the beginning of
     its prompt, it goes to that engine, unless that engine is much busier.
@@ -206,8 +212,14 @@ class Engine:
         model: the model, with the weights of the last `update`.
         shape: the sizes of the engine. They are attributes of the engine too: `rows` (of all engines
             together), `capacity` and `pages`.
-        weights, adapters, pausing, sampling: parts of the engine. Their methods are methods of the engine,
-            for example `update` and `pause`.
+        memory: the planned bytes. `memory.parts` is a dict from names of parts to bytes, and `memory.total`
+            is their sum in one memory. With `data_parallel` above 1, each of `engines` has its own `memory`.
+        weights: the part of the engine with the method `update`.
+        adapters: the part of the engine with the methods `add_adapter`, `update_adapter` and
+            `remove_adapter`.
+        pausing: the part of the engine with the methods `pause`, `resume`, `release_cache` and
+            `restore_cache`.
+        sampling: the part of the engine with the method `sample`.
         updating: a lock that a change of weights or adapters holds, so there is one change at a time.
     """
 
@@ -299,8 +311,9 @@ class Engine:
 
     @property
     def missing(self) -> str:
-        """The reason for which no request can be answered now, for example an engine that is gone. "": there
-        is none.
+        """The reason for which no request can be answered now, for example an engine that is gone.
+
+        It is an empty text if requests can be answered.
         """
         return ""
 
@@ -326,8 +339,10 @@ class Engine:
 
         Args:
             prompt: token ids, a text, or messages.
-            options: as for `submit_many`.
-            request_options: as for `submit_many`.
+            options: the options of the answer. None takes `GenerateOptions()`. If `options.sampling` is None,
+                the answer follows the model's generation_config.json. `GenerateOptions` lists the fields for
+                which an engine raises `InputError`.
+            request_options: the way in which the engine serves the request. None takes `RequestOptions()`.
             key: the PRNG key of the request. None takes `jax.random.key(0)`.
             fields: fields of `RequestOptions`, for example `priority=3`. They replace the fields of
                 `request_options`.
@@ -336,7 +351,7 @@ class Engine:
             A `Request`. Call its `result()`, or iterate over it or over its `text()`.
 
         Raises:
-            InputError: as for `submit_many`.
+            InputError: the request can never be answered, or the engine is closed or has failed.
         """
         (request,) = self.submit_many([prompt], options, request_options, keys=[key], **fields)
         return request
@@ -357,8 +372,8 @@ class Engine:
             prompts: a list of prompts: token ids, texts, or messages.
             options: `GenerateOptions` for all prompts, or a list with one per prompt. None takes
                 `GenerateOptions()`. If `options.sampling` is None, an answer follows the model's
-                generation_config.json. Options of a whole engine (`capacity`, `impl`, `cache_dtype` and
-                `draft`) raise `InputError`.
+                generation_config.json. `GenerateOptions` lists the fields for which an engine raises
+                `InputError`.
             request_options: the way in which the engine serves the requests. None takes `RequestOptions()`.
             keys: a list with the key of each prompt, as for `submit`, or one key, as for `generate`. None
                 takes `jax.random.key(0)`, so another call gives the same answers.
@@ -426,7 +441,11 @@ class Engine:
         settings. The call waits for the last answer.
 
         Args:
-            prompts, options, request_options, fields: as for `submit_many`.
+            prompts: a list of prompts: token ids, texts, or messages.
+            options: `GenerateOptions` for all prompts, or a list with one per prompt (see `submit_many`).
+            request_options: the way in which the engine serves the requests. None takes `RequestOptions()`.
+            fields: fields of `RequestOptions`, for example `priority=3`. They replace the fields of
+                `request_options`. `adapter` may be a list with one name per prompt.
             key: one PRNG key (prompt i then uses `fold_in(key, i)`), or one key per prompt. None takes
                 `jax.random.key(0)`.
 
@@ -434,7 +453,7 @@ class Engine:
             A list with a `GenerateOutput` for each prompt.
 
         Raises:
-            InputError: as for `submit_many` and `Request.result`.
+            InputError: `submit_many` or `Request.result` would raise it.
         """
         self._start_all()
         fields.setdefault("live", False)
@@ -483,7 +502,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The statistics of the engine: its present state, and counts since its start."""
+        """The statistics of the engine, with its present state, and counts since its start."""
         engines: Sequence[Any] = self.engines
         return collect_stats(engines, [engine.counters for engine in engines])
 
@@ -533,8 +552,8 @@ class Engine:
         does not return.
 
         Returns:
-            False once the engine of process 0 is closed. True if process 0 calls `update`: then call `update`
-            here too, with this process's part of the weights, and call `follow` again.
+            False once the engine of process 0 is closed. True if process 0 calls `update`. Then also call
+            `update` here, with this process's part of the weights, and call `follow` again.
         """
         raise InputError("there is nobody to follow: only processes other than process 0 follow it")
 

@@ -24,7 +24,7 @@ def receive_weights(engine: Any, address: str, *, secret_file: str | None = None
         engine: an engine in this process alone.
         address: HOST:PORT to listen at. With port 0 any free port is taken, and `address` of the result has
             it.
-        secret_file: as for `send_weights`.
+        secret_file: the file with the secret, equal on both machines (see `send_weights`).
 
     Returns:
         A `WeightReceiver`.

@@ -106,7 +106,8 @@ def beam_search(  # noqa: PLR0913  a public function
         'The capital of France is Paris.'
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         ids: one prompt as a list of token ids, or a list of prompts of any lengths.
         num_beams: the number of continuations of each prompt that the search follows. 1 returns the greedy
             continuation, which ends at its first EOS with every `early_stopping`.
@@ -126,9 +127,11 @@ def beam_search(  # noqa: PLR0913  a public function
             without replacement from the softmax of beam score plus processed log-probability.
         key: one PRNG key (prompt i then uses `fold_in(key, i)`), or one key per prompt. Only sampling needs
             it.
-        capacity, impl, cache_dtype: as for `GenerateOptions`.
-        processors: as for `GenerateOptions`. The processors get log-probabilities, and their states follow
-            the beams. The beams of a prompt have equal keys.
+        capacity: the most tokens that a row of the KV cache can hold (see `GenerateOptions`).
+        impl: the implementation of the operations (see `GenerateOptions`).
+        cache_dtype: the dtype of keys and values (see `GenerateOptions`).
+        processors: logits processors that you wrote (see `GenerateOptions`). The processors get
+            log-probabilities, and their states follow the beams. The beams of a prompt have equal keys.
 
     Returns:
         A `BeamOutput` with `num_return_sequences` sequences and scores per prompt. If the settings leave

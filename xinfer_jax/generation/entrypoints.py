@@ -54,7 +54,8 @@ def generate(
       `stream` does. These programs compile sooner.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         prompts: a list of prompts. Each is a list with at least one token id.
         options: the options of the call. None takes `GenerateOptions()`: greedy, at most 128 tokens.
         key: one PRNG key (row i then uses `fold_in(key, i)`), or one key per prompt. Only sampling needs it.

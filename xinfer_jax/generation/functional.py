@@ -56,7 +56,7 @@ class Decoded(DecodeState):
             likely tokens before the processors, and `processed_id_BTA` and `processed_logprobs_BTA` after
             them. With `return_support` there is also `support_BTW`, uint32 [B, T, ceil(V/32)]: if id v was
             allowed, bit `v % 32` of word `v // 32` is set. None: you did not ask for them.
-        output_start_B: None.
+        output_start_B: always None, because the arrays have all sampled tokens.
         cache: the KV cache with all tokens except the last one of each row.
         at_capacity_B: bool: the row ended before its limit, because the cache has no space for more tokens.
         routed_experts: int32 [B, T, L, U]: the experts of the sampled tokens (see `run_model`), if you asked
@@ -113,14 +113,15 @@ def prefill(  # noqa: PLR0913  a public function
         ((2, 1920), [3, 2])
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32 [B]: the number of real tokens in each row.
         cache: the KV cache with the tokens before these, from `init_cache` or an earlier call.
         inputs_BTD: inputs of the first layer in place of embeddings (see `run_model`). None embeds the
             tokens.
-        taps: edits of the residual stream (see `run_model`). None of them may read: `run_model` returns the
-            hidden states that taps read.
+        taps: edits of the residual stream (see `run_model`). No tap may read, because only `run_model`
+            returns the hidden states that taps read.
         donate: True lets the call reuse the memory of `cache`. Your `cache` is deleted then.
         impl: the implementation of the operations: "xla", or the name of a kernel, for example "triton". None
             chooses the one that suits the device.
@@ -170,10 +171,13 @@ def decode_step(
     ids. A token beyond the capacity is dropped, and flagged in the cache's `overflow_B`.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         token_B: int32 [B]: the token to append to each row.
         cache: the KV cache with the tokens before these.
-        donate, impl: as for `prefill`.
+        donate: True lets the call reuse the memory of `cache`. Your `cache` is deleted then.
+        impl: the implementation of the operations (see `prefill`). None chooses the one that suits the
+            device.
 
     Returns:
         float32 logits [B, V], and the cache with the tokens appended.
@@ -240,7 +244,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         'The capital of France is Paris.'
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         logits_BV: float32 logits after the last token in the cache, from `prefill`.
         cache: the KV cache with the prompt.
         row_key_B: one PRNG key per row, or one key that is split for the rows.
@@ -256,8 +261,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         output_size: T of the results, which is also the most tokens. None takes `max_tokens`, which you must
             not trace then.
         logprobs: the number k of alternatives. The result then has `alternatives`: the log-probability of
-            each token after the logits processors, and the k most likely tokens before and after them. k may
-            be 0. None returns no `alternatives`.
+            each token after the logits processors (`alternatives.processed_logprobs_BT`), and the k most
+            likely tokens before and after them. k may be 0. None returns no `alternatives`.
         grammar: an automaton from `xj.grammar.compile_dfa` for all rows, or a list with one (or None) per
             row. You may trace it. A row can end only at a point at which its automaton may end, by one of
             `eos_ids`. If the settings leave no token that the automaton allows, the row ends too, and its
@@ -274,13 +279,16 @@ def decode_loop(  # noqa: PLR0913  a public function
             mixture-of-experts model.
         return_support: True adds `alternatives.support_BTW` to the result: the sampling mask of each token,
             as `score` takes it, with the ids that processors and filters left. `logprobs` is then at least 0.
-        taps: as for `prefill`. A tap gets the hidden states of one token of each row.
-        donate, impl: as for `prefill`.
+        taps: edits of the residual stream (see `run_model`). No tap may read. A tap gets the hidden states of
+            one token of each row.
+        donate: True lets the call reuse the memory of `cache`. Your `cache` is deleted then.
+        impl: the implementation of the operations (see `prefill`). None chooses the one that suits the
+            device.
 
     Returns:
-        `Decoded`: the state of the rows (`tokens_BT`, `logprobs_BT` and `length_B`, all three with the EOS
-        token, and `finished_B`) and the cache with all tokens except the last one of each row. If the cache
-        has no more space for a row, the row ends (`at_capacity_B`). The function does not check whether
+        A `Decoded`. It has the state of the rows (`tokens_BT`, `logprobs_BT` and `length_B`, all three with
+        the EOS token, and `finished_B`) and the cache with all tokens except the last one of each row. If the
+        cache has no more space for a row, the row ends (`at_capacity_B`). The function does not check whether
         log-probabilities are finite. Check them yourself if weights may be broken or values may overflow.
 
     Raises:

@@ -33,6 +33,17 @@ MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes 
 class GenerateOptions:
     """Options of `generate`, `stream`, the functions of text and the requests of an engine.
 
+    Some fields are options of a whole call. An engine raises `InputError` if the options of a request change
+    one of them:
+
+    - `capacity`, `impl`, `cache_dtype` and `draft`. Pass them to `Engine` (its `draft` can be "lookup").
+    - `use_cache`, `prefix` and `keep_prefix`. An engine always has a KV cache, and shares prefixes itself.
+    - `logits`. Use `generate` or `logprobs`.
+    - `support`. Pass `return_support=True` to `Engine.submit`.
+
+    A request to an engine can have at most 20 alternatives per token (`logprobs`), 8 EOS ids and 16 further
+    stop ids.
+
     Example:
         >>> import xinfer_jax as xj
         >>> model = xj.load_model()
@@ -50,27 +61,32 @@ class GenerateOptions:
             greedy.
         eos_token_ids: ids that end a row. None takes the model's own ids (`ModelConfig.eos_token_ids`, which
             `load_model` finds). With `()` no EOS id ends a row.
-        capacity: the most tokens that a row of the KV cache can hold. None takes the need of the call,
-            rounded up.
+        capacity: the most tokens that a row of the KV cache can hold. None takes the length of the longest
+            prompt plus `max_tokens`, each rounded up to a power of two (16 at least), and no more than the
+            context length.
         use_cache: False computes the whole sequence again for every token. Use it for comparisons.
         impl: the implementation of the operations: "mosaic", "triton", "tpu" or "xla". None chooses the one
             that suits the device.
         cache_dtype: the dtype of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type.
             None takes float32 on a CPU, and the dtype of the activations on other devices.
-        stop_token_ids: ids that end a row as EOS ids do.
-        stop_strings: texts that end an answer. Its text ends before the first of them. Only the functions of
-            text, engines and the server take them. `generate` and `stream` raise `InputError`.
+        stop_token_ids: further ids that end a row, as EOS ids do. A request to an engine takes at most 16.
+        stop_strings: texts that end an answer. Its text ends before the first of them. There can be 64 of
+            them, of at most 256 characters each. Only the functions of text, engines and the server take
+            them. `generate` and `stream` raise `InputError`.
         n: the number of answers per prompt. Rows `i * n` to `i * n + n - 1` belong to prompt i. Answer 0
             samples with the prompt's key, as a single answer does, and answer j samples with
             `fold_in(key, j)`.
         best_of: the number of answers to generate per prompt. The call returns the n answers with the largest
             log-probability per token. None generates n.
-        logprobs: the number of alternatives to return for each token, before and after the logits processors.
-            0 returns none.
+        logprobs: the number k of alternatives to return for each token. The result then has `alternatives`,
+            with a `TokenLogprobs` for each token: the k most likely tokens before and after the logits
+            processors, and `TokenLogprobs.processed_logprob`, the log-probability of the token itself after
+            the processors and the temperature. An engine takes at most 20. 0 returns no alternatives.
         draft: the source of draft tokens for speculative decoding. It is a `Model` with the same vocabulary,
             "lookup" (prompt lookup: the tokens that followed the same tokens earlier in the row), or your own
-            function that JAX can trace: `(history_BS, length_B, count) -> int32 [B, count]`. In the function
-            B is a power of two, and the last rows may be padding. None: no speculative decoding.
+            function that JAX can trace: `(history_BS, length_B, count) -> int32 [B, count]`. `generate`
+            rounds the number of rows up to a power of two. So your function can get more rows than you have
+            answers, and the last rows are then padding. None: no speculative decoding.
         draft_tokens: the number of draft tokens per step, 1 to 16. Fewer are used if fewer fit into the
             answer.
         prefix: the `out.prefix` of an earlier call. The part of each prompt that it covers is not prefilled
@@ -135,8 +151,9 @@ class GenerateOutput:
         prefix: the KV cache for the next call, if you set `options.keep_prefix`. Otherwise None.
         token_versions: the version of the weights that sampled each token, if an engine generated the answer.
             Otherwise None.
-        adapter, adapter_versions: the name of the LoRA adapter of a request to an engine, and the version of
-            the adapter for each token. None if the request names no adapter.
+        adapter: the name of the LoRA adapter of a request to an engine. None: the request names no adapter.
+        adapter_versions: the version of the adapter that sampled each token. None: the request names no
+            adapter.
         routed_experts: the experts of each token (`Answer.routed_experts`), if a request to an engine asks
             for them. Otherwise None.
         support: the sampling masks uint32 [entries of `logprobs`, ceil(V/32)] per answer, if you set

@@ -73,7 +73,7 @@ def pack_rollout(
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routed_experts is not None:
         if out.routed_experts is None:
-            raise InputError("the answer has no routed experts: decode_loop(return_routed_experts=True) has")
+            raise InputError("the answer has no routed experts: give decode_loop return_routed_experts=True")
         check_array(
             "prompt_routed_experts", prompt_routed_experts, jnp.integer, B, T, *out.routed_experts.shape[2:]
         )
@@ -123,12 +123,15 @@ def continue_rows(
     then your tokens, as `prefill` does.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         out: the result of `decode_loop`, with its cache.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32: the number of real tokens in each row. A row with 0 tokens only gets its last
             token.
-        donate, impl: as for `prefill`.
+        donate: True lets the call reuse the memory of the cache in `out`. That cache is deleted then.
+        impl: the implementation of the operations (see `prefill`). None chooses the one that suits the
+            device.
 
     Returns:
         float32 logits [B, V] after each row's last token, and the cache. Pass both to another `decode_loop`.

@@ -93,18 +93,22 @@ def score(  # noqa: PLR0913  a public function
         True
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         tokens_BT: int32 token ids, padded on the right. If you trace the ids, they are not checked. An id
             below 0 (such as -100, which pads labels) then gets the entry 0. An id above the vocabulary gets
             NaN. The entries of tokens after such ids are NaN too.
         num_tokens_B: int32 [B]: the number of real tokens in each row. None: all T tokens.
         inputs_BTD: the inputs of the first layer, in place of `embed_tokens(params, config, tokens_BT)`. Use
             it for a soft prompt (Lester et al. 2021). The ids at its positions do not matter.
-        segment_ids_BT, positions_BT, remat: as for `run_model`. The first token of a segment has the
-            log-probability 0.
-        routed_experts, return_routed_experts: as for `run_model`. The experts of token t have an effect on
-            entry t. The router has gradients through the weights of the experts that are used. A reference
-            model chooses its own experts.
+        segment_ids_BT: ids of segments, for several texts in a row (see `run_model`). The entry of the first
+            token of a segment is 0. None: a row is one text.
+        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0 in each
+            segment.
+        routed_experts: the experts that each token uses (see `run_model`). The experts of token t have an
+            effect on entry t. The router has gradients through the weights of the experts that are used. A
+            reference model chooses its own experts. None: the router chooses all experts.
+        return_routed_experts: True adds `routed_experts` to the result.
         temperature: a number above 0 by which logits are divided, or one number for each row.
         entropy: True also computes the entropy of each distribution.
         reference: parameters of another model with this config, for KL(this model ‖ reference). It gets no
@@ -120,7 +124,9 @@ def score(  # noqa: PLR0913  a public function
         chunk: the number of tokens of each row whose logits exist at the same time. None takes 128 MiB of
             logits. If the logits of all tokens take at most 256 MiB and, with their gradient, no more than
             the matrix of the vocabulary, None takes all tokens.
-        taps: as for `run_model`, but none of them may read. The reference model has no taps.
+        taps: edits of the residual stream (see `run_model`). No tap may read. The reference model has no
+            taps.
+        remat: the values of a layer that the backward pass stores (see `run_model`).
         impl: the implementation of attention: "mosaic", "triton", "tpu" or "xla". None chooses the one that
             suits the device.
 
@@ -206,15 +212,16 @@ def map_logits(
     reverse-mode gradients, which compute the logits again.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         hidden_BTD: the hidden states after the final norm, from `hidden_states`.
         function: a function of float32 logits [B, C, V] and the same C tokens of each of `args`. It returns
             an array or a pytree of arrays [B, C, ...].
         args: arrays [B, T, ...], or None.
-        chunk: the number C of tokens in a part. None chooses as `score` does.
+        chunk: the number C of tokens in a part. None takes the number that `score` takes.
 
     Returns:
-        The results of `function` for all tokens: an array or a pytree of arrays [B, T, ...].
+        The results of `function` for all tokens, as an array or a pytree of arrays [B, T, ...].
     """
     check_params(params, config, stacked=True)
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
@@ -251,11 +258,12 @@ def score_completions(
         True
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         prompts: a list of prompts. Each is a list with at least one token id.
         completions: a list with one completion per prompt. Each is a list with at least one token id.
         rows: the number of completions that are scored at a time (other libraries: batch_size).
-        impl: as for `score`.
+        impl: the implementation of attention (see `score`). None chooses the one that suits the device.
 
     Returns:
         One list per completion, with a natural log-probability for each of its tokens.

@@ -31,7 +31,7 @@ class DecodeState(ShortRepr):
     Attributes:
         token_B: int32: the last sampled token of each row.
         key_B: the PRNG keys of the rows.
-        sampling_B: the settings of each row, from `settings_per_row`.
+        sampling_B: a `SamplingConfig` with the settings of each row, as arrays [B].
         limit_B: int32: the most tokens of each answer.
         finished_B: bool: the row has sampled an EOS token, or your `stop` has ended it.
         context: the data that the logits processors need: positions, EOS ids and tokens.
@@ -39,7 +39,7 @@ class DecodeState(ShortRepr):
         logprobs_BT: float32: the log-probabilities of these tokens before any logits processor.
         alternatives: the alternatives of each token. None: the call did not ask for them.
         output_start_B: int32: the number of tokens that were sampled before the first column of these arrays.
-            None: 0.
+            None: no tokens.
     """
 
     token_B: jax.Array
@@ -55,12 +55,12 @@ class DecodeState(ShortRepr):
 
     @property
     def length_B(self) -> jax.Array:
-        """int32 [B]: the number of tokens that each row has sampled, the EOS token included."""
+        """The number of tokens that each row has sampled, the EOS token included, int32 [B]."""
         return self.context.num_generated_B
 
     @property
     def position_B(self) -> jax.Array:
-        """int32 [B]: the position of the next token. It is the length of the row."""
+        """The position of the next token, int32 [B]. It is the length of the row."""
         return self.context.position_B
 
     @property
@@ -70,7 +70,7 @@ class DecodeState(ShortRepr):
 
     @property
     def active_B(self) -> jax.Array:
-        """bool [B]: the row has not sampled an EOS token and has not reached its limit."""
+        """True for each row that has not sampled an EOS token and has not reached its limit, bool [B]."""
         return self.progress.active_B
 
     def with_masks(self, masks_BQW: AnyArray) -> "DecodeState":

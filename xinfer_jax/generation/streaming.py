@@ -43,9 +43,12 @@ def stream(
         'The capital of France is Paris.'
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         prompts: a list of prompts. Each is a list with at least one token id.
-        options, key: as for `generate`.
+        options: the options of the call. None takes `GenerateOptions()`, which is greedy, with at most 128
+            tokens.
+        key: one PRNG key (row i then uses `fold_in(key, i)`), or one key per prompt. Only sampling needs it.
 
     Returns:
         A `Stream`. Each item is a list with one id per answer, or None for an answer that has ended.

@@ -100,7 +100,9 @@ def json_schema(
             model may then generate whitespace without end.
         strict: True raises an error for `uniqueItems` and for formats that cannot be enforced. False leaves
             them out.
-        tokenizer, reasoning_end: as for `Grammar`.
+        tokenizer: the tokenizer of the model (see `Grammar`). None takes the tokenizer of the call's model.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). None: it begins with the
+            answer.
 
     Raises:
         GrammarError: the argument is not a schema, the schema is too large, or it would allow invalid
@@ -124,7 +126,13 @@ def json_schema(
 
 
 def json_object(*, tokenizer: "Tokenizer | None" = None, reasoning_end: str | None = AUTO) -> Grammar:
-    """Returns a grammar of JSON objects with any content. tokenizer, reasoning_end: as for `Grammar`."""
+    """Returns a grammar of JSON objects with any content.
+
+    Args:
+        tokenizer: the tokenizer of the model (see `Grammar`). None takes the tokenizer of the call's model.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). None: it begins with the
+            answer.
+    """
     return json_schema({"type": "object"}, tokenizer=tokenizer, reasoning_end=reasoning_end)
 
 
@@ -136,7 +144,9 @@ def regex(pattern: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: 
 
     Args:
         pattern: the expression, for example `[0-9]{4}-[0-9]{2}`. It needs no ^ and $ around it.
-        tokenizer, reasoning_end: as for `Grammar`.
+        tokenizer: the tokenizer of the model (see `Grammar`). None takes the tokenizer of the call's model.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). None: it begins with the
+            answer.
     """
     return Grammar("regex", pattern, tokenizer, reasoning_end)
 
@@ -146,7 +156,9 @@ def lark(grammar: str, *, tokenizer: "Tokenizer | None" = None, reasoning_end: s
 
     Args:
         grammar: the text of the grammar.
-        tokenizer, reasoning_end: as for `Grammar`.
+        tokenizer: the tokenizer of the model (see `Grammar`). None takes the tokenizer of the call's model.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). None: it begins with the
+            answer.
     """
     return Grammar("lark", grammar, tokenizer, reasoning_end)
 
@@ -158,7 +170,9 @@ def choice(
 
     Args:
         texts: at least one text, for example `["yes", "no"]`. No text is empty.
-        tokenizer, reasoning_end: as for `Grammar`.
+        tokenizer: the tokenizer of the model (see `Grammar`). None takes the tokenizer of the call's model.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). None: it begins with the
+            answer.
     """
     if not is_sequence(texts) or not len(texts) or not all(isinstance(x, str) and x for x in texts):
         raise InputError(f"choice must be a list of texts that are not empty, got {format_value(texts)}")

@@ -42,7 +42,8 @@ def attention_weights(
     differentiable as `forward` is.
 
     Args:
-        params, config: the parameter tree of the model, and its config. The layers must not be stacked.
+        params: the parameter tree of the model. The layers must not be stacked.
+        config: the config of the model.
         tokens_BT: int32 token ids.
         layers: the layers whose weights are returned.
         heads: the query heads whose weights are returned. None: all.

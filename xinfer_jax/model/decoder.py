@@ -98,16 +98,21 @@ def forward(  # noqa: PLR0913  a public function
         True
 
     Args:
-        params, config: the parameter tree of the model, and its config, which is static. Activations have the
-            dtype of `final_norm` in the parameters.
+        params: the parameter tree of the model. Activations have the dtype of its `final_norm`.
+        config: the config of the model. It is static.
         tokens_BT: int32 token ids. If you trace them, an id outside the vocabulary gets the embedding of
             another id.
         cache: the KV cache with the tokens before these, which are appended at its `length_B`. None: there
             are no tokens before, and no cache is returned.
         num_tokens_B: int32 [B]: the number of real tokens in each row. Padding follows them. None: all T
             tokens.
-        segment_ids_BT, positions_BT, routed_experts, remat: as for `run_model`.
-        taps: as for `run_model`, but none of them may read.
+        segment_ids_BT: ids of segments, for several texts in a row (see `run_model`). None: a row is one
+            text.
+        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0 in each
+            segment.
+        routed_experts: the experts that each token uses (see `run_model`). None: the router chooses them.
+        taps: edits of the residual stream (see `run_model`). No tap may read.
+        remat: the values of a layer that the backward pass stores (see `run_model`).
         impl: the implementation of the operations: "xla", or the name of a kernel, for example "triton". None
             chooses the best one for the device.
 
@@ -154,8 +159,12 @@ def run_model(  # noqa: PLR0913  a public function
     states. For logits alone, use `forward`.
 
     Args:
-        params, config, tokens_BT, cache, num_tokens_B, impl: as for `forward`. Without a cache the layers of
-            the parameters may be stacked by `xj.params.stack_layers`, so that equal layers are compiled once.
+        params: the parameter tree of the model. Without a cache, the layers may be stacked by
+            `xj.params.stack_layers`. Equal layers are then compiled once.
+        config: the config of the model. It is static.
+        tokens_BT: int32 token ids (see `forward`).
+        cache: the KV cache with the tokens before these (see `forward`). None: there are no tokens before.
+        num_tokens_B: int32 [B]: the number of real tokens in each row. None: all T tokens.
         inputs_BTD: inputs of the first layer, in place of `embed_tokens(params, config, tokens_BT)`. Then
             only the shape of `tokens_BT` matters. None embeds the tokens.
         segment_ids_BT: int32, without a cache: ids of segments, for several texts in a row (packing). Each
@@ -175,6 +184,7 @@ def run_model(  # noqa: PLR0913  a public function
         remat: the values of a layer that the backward pass stores. None stores all values that it needs.
             "layer" stores the layer's input, and computes the layer again. You can also pass a policy of
             `jax.checkpoint_policies`.
+        impl: the implementation of the operations (see `forward`). None chooses the best one for the device.
 
     Returns:
         A `ModelOutput`.
@@ -308,7 +318,8 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     If the config has `final_logit_softcapping`, the logits are soft-capped.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         hidden: hidden states after the final norm, from `hidden_states` or `run_model`.
 
     Raises:

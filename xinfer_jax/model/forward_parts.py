@@ -41,12 +41,24 @@ def hidden_states(  # noqa: PLR0913  a public function
     It is `forward` without the last step, `unembed`.
 
     Args:
-        params, config, tokens_BT, cache, num_tokens_B, impl: as for `forward`.
-        inputs_BTD, segment_ids_BT, positions_BT, routed_experts, remat: as for `run_model`.
-        taps: as for `run_model`, but none of them may read.
+        params: the parameter tree of the model.
+        config: the config of the model. It is static.
+        tokens_BT: int32 token ids (see `forward`).
+        cache: the KV cache with the tokens before these (see `forward`). None: there are no tokens before.
+        num_tokens_B: int32 [B]: the number of real tokens in each row. None: all T tokens.
+        inputs_BTD: inputs of the first layer, in place of embeddings (see `run_model`). None embeds the
+            tokens.
+        segment_ids_BT: ids of segments, for several texts in a row (see `run_model`). None: a row is one
+            text.
+        positions_BT: the positions of the tokens for RoPE (see `run_model`). None counts from 0 in each
+            segment.
+        routed_experts: the experts that each token uses (see `run_model`). None: the router chooses them.
+        taps: edits of the residual stream (see `run_model`). No tap may read.
+        remat: the values of a layer that the backward pass stores (see `run_model`).
+        impl: the implementation of the operations (see `forward`). None chooses the best one for the device.
 
     Raises:
-        InputError: as for `run_model`, or taps read.
+        InputError: `run_model` would raise it, or a tap reads.
     """
     if taps is not None:
         check_none_reads(taps, config, "hidden_states")
@@ -65,7 +77,8 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
     them with the norm applied.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         hidden: hidden states before the final norm.
 
     Raises:
@@ -80,7 +93,8 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     """Returns the embeddings that the first layer gets: [..., D] in the dtype of the activations.
 
     Args:
-        params, config: the parameter tree of the model, and its config.
+        params: the parameter tree of the model.
+        config: the config of the model.
         tokens: int32 token ids [...].
 
     Raises:

@@ -118,7 +118,9 @@ def send_weights(
         tensors: a mapping from published names to arrays, as `xj.params.params_to_tensors(params, config)`
             returns it, or pairs of a name and an array. The dtype is float32, bfloat16 or float16. An array
             on a device is copied to the host when its turn comes.
-        version, mode: as for `Engine.update`.
+        version: the version of these weights. None takes the last version plus 1 (see `Engine.update`).
+        mode: the fate of unfinished answers: "continue", "wait", "abort" or "recompute" (see
+            `Engine.update`).
         secret_file: a file with the mode 0600 and 32 or more random bytes, equal on both machines. None takes
             the user's own secret, if the engine is on this machine.
 

@@ -29,12 +29,12 @@ def tool_grammar(
     schema allows them. Some unsupported schemas raise `InputError` only at the first use of the grammar.
 
     Args:
-        tools: the tools, as for `encode_prompt`, which puts them into the prompt.
+        tools: the tools, in the form of the OpenAI API. `encode_prompt` puts them into the prompt.
         tokenizer: the tokenizer of the model. Its chat template decides the form of a call.
         name: the name of the function that must be called, once. None allows any of the tools.
         several: True allows more than one call. Llama 3 and gpt-oss write one call.
-        reasoning_end: as for `Grammar`. For Harmony, "auto" means None: the grammar allows reasoning before a
-            call.
+        reasoning_end: the text after which the grammar begins (see `Grammar`). For Harmony, "auto" means
+            None, because the grammar allows reasoning before a call.
         answer: a grammar of answers without calls, which has its own `reasoning_end`. The model may then
             write such an answer in place of calls. gpt-oss writes calls on another channel, so it can call
             tools next to any grammar, and the result is `answer` itself. None: the answer must be a call.
@@ -43,7 +43,7 @@ def tool_grammar(
         InputError: there are no tools, or no tool has this name.
         InputError: the chat template ignores tools, or writes calls in an unknown form.
         InputError: the form cannot express a keyword of a schema.
-        InputError: a schema would allow invalid arguments (see `served_schema`).
+        InputError: a schema would allow invalid arguments.
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)

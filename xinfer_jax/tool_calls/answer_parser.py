@@ -93,8 +93,8 @@ class AnswerParser:
     - "harmony" (gpt-oss). An answer that begins with a header of Harmony has channels: `analysis` is the
       reasoning, and `final` is the content.
 
-    All names except the last are vLLM's. The module of each format has an example of a call, and lists the
-    errors of models that it repairs.
+    All names except the last are vLLM's. The module of each format in `xinfer_jax.tool_calls` has an
+    example of a call, and lists the errors of models that it repairs.
 
     The parser follows these rules:
 
@@ -104,6 +104,25 @@ class AnswerParser:
       and the beginning of its arguments may have been returned before, with an index that no other call has.
     - An object without marks around it is text too, if it has fields that are not parameters of its function.
     - Whitespace next to calls is left out.
+
+    Args:
+        formats: the formats of calls to recognize. `tokenizer.template_tools.format` is the format of a
+            model. With an empty list, calls stay text. None recognizes all formats.
+        tools: the tools that the answer may call (see `encode_prompt`). In the format of Qwen3-Coder they
+            give the types of arguments, also through $ref, allOf and anyOf. Without them its arguments are
+            texts. None allows calls of any function.
+        in_reasoning: True if the prompt ends within the reasoning.
+        most_calls: the most calls. The text after this number of calls is dropped. None: no limit.
+        new_id: a function that returns the id of a call from its index. None takes random ids.
+        harmony_header: the result of `tokenization.conversation.harmony_header`, if the answer has
+            channels and its text comes from `Tokenizer.decode_marked`. None recognizes Harmony by spelled
+            control tokens at the beginning, if it is one of the formats.
+        splitter: an object that splits the text instead, like the ones of
+            `tokenization.template_splitter`. It has its own new_id, most_calls and tools. None: there is
+            none.
+
+    Raises:
+        InputError: a format is unknown, or the tools have another form.
     """
 
     def __init__(
@@ -117,27 +136,7 @@ class AnswerParser:
         harmony_header: str | None = None,
         splitter: Any = None,
     ):
-        """Creates a parser for one answer.
-
-        Args:
-            formats: the formats of calls to recognize. `tokenizer.template_tools.format` is the format of a
-                model. With an empty list, calls stay text. None recognizes all formats.
-            tools: the tools, as for `encode_prompt`. In the format of Qwen3-Coder they give the types of
-                arguments, also through $ref, allOf and anyOf. Without them its arguments are texts. None
-                allows calls of any function.
-            in_reasoning: True if the prompt ends within the reasoning.
-            most_calls: the most calls. The text after this number of calls is dropped. None: no limit.
-            new_id: a function that returns the id of a call from its index. None takes random ids.
-            harmony_header: the result of `tokenization.conversation.harmony_header`, if the answer has
-                channels and its text comes from `Tokenizer.decode_marked`. None recognizes Harmony by spelled
-                control tokens at the beginning, if it is one of the formats.
-            splitter: an object that splits the text instead, like the ones of
-                `tokenization.template_splitter`. It has its own new_id, most_calls and tools. None: there is
-                none.
-
-        Raises:
-            InputError: a format is unknown, or the tools have another form.
-        """
+        """Creates a parser for one answer."""
         if isinstance(formats, str):
             formats = [formats]
         forms = tool_call_forms() if formats is None else [tool_call_form(name) for name in formats]
@@ -221,7 +220,7 @@ def parse_tool_calls(
 
     Args:
         text: the whole answer.
-        tools: the tools, as for `encode_prompt`. None allows calls of any function.
+        tools: the tools that the answer may call (see `encode_prompt`). None allows calls of any function.
         in_reasoning: True if the prompt ended with `<think>`, so that the answer begins with the reasoning.
 
     Returns:

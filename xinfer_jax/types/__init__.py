@@ -2,6 +2,9 @@
 
 For example, `def accept(out: xj.types.GenerateOutput) -> bool`.
 
+The name of an array ends with the letters of its axes. For example, `tokens_BT` has B rows and T tokens. The
+overview of `xinfer_jax` lists the letters.
+
 - Results of functions: `GenerateOutput`, `BeamOutput`, `Decoded`, `ModelOutput`, `Scores`, `Stream`,
   `TextStream`, `SampleOutput`, `TokenLogprobs`, `TokenText`, `Prefix`, and `Selection` of `kernels_used`.
 - Requests of an engine: `Request`, `Answer`.

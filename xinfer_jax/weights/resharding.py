@@ -37,12 +37,13 @@ def reshard(
     in the config. A vocabulary whose size the devices do not divide is padded with rows of zeros.
 
     Args:
-        params, config: the parameter tree and the config of a model, on one device or over any mesh.
+        params: the parameter tree of a model, on one device or over any mesh.
+        config: the config of the model.
         mesh: a mesh with an axis "model".
         dtype: the dtype of float leaves. None keeps their dtypes.
         quantize: "int8" or "int4" quantizes the matrices, one at a time on the host. Each matrix must then be
             in one process. None quantizes nothing.
-        fsdp: as for `shardings`.
+        fsdp: an axis of the mesh that divides hidden_size too (see `shardings`). None does not divide it.
 
     Returns:
         The parameters and the config.
