@@ -142,6 +142,7 @@ from .key_layouts import (
     BIAS_STRIDE as BIAS_STRIDE,
     HeadNorms as HeadNorms,
     KeyBias as KeyBias,
+    Latents as Latents,
     Levels as Levels,
     SideBySide as SideBySide,
 )

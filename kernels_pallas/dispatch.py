@@ -170,9 +170,9 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
     reason = obstacle or slower_reason(kernel, chosen, args)
     if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
         return Selection(chosen, name)
-    is_attention = kernel.endswith("attention") and obstacle is None
-    if chosen == "mosaic" and is_attention and unsupported_reason(kernel, "triton", args) is None:
-        return Selection("triton", f"{name}; {reason}")
+    if chosen == "mosaic" and kernel.endswith("attention") and obstacle is None:
+        if not (slower_reason(kernel, "triton", args) or unsupported_reason(kernel, "triton", args)):
+            return Selection("triton", f"{name}; {reason}")
     return Selection("xla", reason)
 
 

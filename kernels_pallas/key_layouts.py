@@ -1,5 +1,6 @@
 """Keys and values as attention kernels read them: their quantized form, and RoPE."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,27 @@ class SideBySide(NamedTuple):
     # multiple of 128: an array with half-empty lanes XLA stores in another order of axes, and copies it
     # before and after kernels.
     scale: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """Keys of latent attention (DeepSeek-V2, 2024): the first numbers of a key are its value, so each key is
+    read once.
+    """
+
+    values: jax.Array  # [P, K, S, X]: the value, then numbers of the key alone, and on TPUs perhaps zeros
+    rank: int = dataclasses.field(metadata=dict(static=True))  # C, the width of a value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the keys."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the numbers."""
+        return self.values.dtype
 
 
 def join(k: Any, v: Any) -> SideBySide:

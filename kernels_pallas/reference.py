@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .key_layouts import SideBySide, dequantize, separate
+from .key_layouts import Latents, SideBySide, dequantize, separate
 from .mxfp4 import Mxfp4, dequantize_mxfp4
 from .reference_products import Matrix, matrix_floats
 
@@ -29,11 +29,17 @@ def prefill_attention(  # noqa: PLR0913
       in slot p % S of page table_BP[b, p // S].
     - k and v are float numbers or `Levels`, or k is `SideBySide` and v None. Numbers past the length may be
       anything, NaN included. `KeyBias` is added to keys.
+    - k may be `Latents` and v None. The result is then [B, T, N, C].
     - Scores are multiplied by `scale`, and with a soft_cap c they are c · tanh(score / c). A sink is one more
       score of a head, whose weight counts in the softmax but has no value.
     - A query that sees no key gives zeros.
     """
     B, T, N, H = q_BTNH.shape
+    if isinstance(k_PKSH, Latents):
+        k = k_PKSH.values[..., :H]
+        options = dict(scale=scale, window=window, soft_cap=soft_cap, table_BP=table_BP, ring=ring)
+        out = prefill_attention(q_BTNH, k, k, start_B, length_B, **options, sink_N=sink_N)
+        return out[..., : k_PKSH.rank]
     pair = separate(k_PKSH) if isinstance(k_PKSH, SideBySide) else (k_PKSH, v_PKSH)
     k, v = (dequantize(x, H) for x in pair)
     K, S = k.shape[1:3]

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Latents, Levels, SideBySide
 from .mxfp4 import Mxfp4, is_for_tpu
 from .reference_delta import DeltaState
 from .reference_products import FEW_ROWS, Matrix
@@ -90,6 +90,8 @@ def slower_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     """Returns the reason why plain jnp is better although a kernel supports these arguments, or None."""
     if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > FEW_ROWS:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
+    if kernel == "prefill_attention" and impl != "tpu" and isinstance(args[1], Latents):
+        return "a tile of all heads of few tokens would read the latents of a prompt often"
     if kernel == "gated_experts" and impl == "triton" and args[0].dtype == "float32":
         return "its tiles are for 16-bit matrices"
     return None
@@ -223,9 +225,15 @@ def _unsupported_attention(
     kernel: str, impl: str, q: Any, k: Any, v: Any, key_bias: KeyBias | None = None
 ) -> str | None:
     quantized = isinstance(k, Levels)
-    if (reason := _unsupported_dtypes((q,) if quantized else (q, k, v))) is not None:
+    is_latent = isinstance(k, Latents)
+    floats = (q,) if quantized else (q, k) if is_latent else (q, k, v)
+    if (reason := _unsupported_dtypes(floats)) is not None:
         return reason
     heads, width = q.shape[-2:]
+    if is_latent:
+        width = k.rank
+        if impl == "mosaic" or key_bias is not None:
+            return "latents are for the Triton kernel, without a bias of keys"
     widest = 256 if impl == "mosaic" else _WIDEST
     if width > widest:
         return f"head width {width} is above {widest}"

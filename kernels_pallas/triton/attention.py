@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
-from ..key_layouts import BIAS_STRIDE, Levels
+from ..key_layouts import BIAS_STRIDE, Latents, Levels
 from .attention_kernel import Settings, attention_kernel
 from .merge import merge_splits
 from .parts import tile_size
@@ -34,9 +34,9 @@ def prefill_attention(  # noqa: PLR0913
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
 
-    It takes the arguments of the reference. Keys are in the dtype of q, or `Levels`. H is at most 512. A page
-    and a ring have a multiple of 64 slots. interpret: True: run on any device, slowly, by Pallas's
-    interpreter.
+    It takes the arguments of the reference. Keys are in the dtype of q, or `Levels`, or `Latents`. H, or the
+    rank of latents, is at most 512. A page and a ring have a multiple of 64 slots. interpret: True: run on
+    any device, slowly, by Pallas's interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -75,9 +75,10 @@ def decode_attention(  # noqa: PLR0913
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
 
 
-def _block_bytes(k: jax.Array | Levels, keys: int) -> int:
+def _block_bytes(k: jax.Array | Levels | Latents, keys: int) -> int:
     """Returns the bytes of a block of keys and values of one head, with their steps and lows."""
-    return 2 * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
+    arrays = 1 if isinstance(k, Latents) else 2
+    return arrays * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
 
 
 def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:
@@ -85,11 +86,12 @@ def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Setti
     B, T, N, H = q_BTNH.shape
     _, K, slots, columns = k.shape
     positions = slots if table_BP is None else slots * table_BP.shape[1]
-    rows, keys, warps = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
-    free = _SHARED - rows * tile_size(H) * q_BTNH.dtype.itemsize
+    rank = k.rank if isinstance(k, Latents) else 0
+    rows, keys, warps = _tiles(q_BTNH.dtype, rank or H, T * N // K, isinstance(k, Levels))
+    free = _SHARED - rows * (H if rank else tile_size(H)) * q_BTNH.dtype.itemsize
     stages = min(STAGES, 1 + free // _block_bytes(k, keys))
     sizes = T, slots, _NO_LIMIT if ring else positions, H // columns, columns
-    return Settings(scale, window, soft_cap, ring, *sizes, rows, keys, warps, stages, 1, interpret)
+    return Settings(scale, window, soft_cap, ring, rank, *sizes, rows, keys, warps, stages, 1, interpret)
 
 
 def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) -> jax.Array:
@@ -99,12 +101,13 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
     inputs, specs = _inputs(q_BTNH, layout, start_B, length_B, settings)
     rows = settings.rows
     splits = settings.splits
-    wide = settings.block_columns
+    V = settings.rank or H
+    wide = tile_size(V) if settings.rank else settings.block_columns
     tiles = pl.cdiv(T * G, rows)
-    shapes = [((B, T, K, G, H), q_BTNH.dtype)]
-    out_specs = [specs["q"]]
+    shapes = [((B, T, K, G, V), q_BTNH.dtype)]
+    out_specs = [pl.BlockSpec((None, T, None, G, wide), lambda i, k, b, r: (b, 0, k, 0, 0))]
     if splits > 1:
-        shapes = [((B, K, T * G, splits, *axes), jnp.float32) for axes in ((H,), ())]
+        shapes = [((B, K, T * G, splits, *axes), jnp.float32) for axes in ((V,), ())]
         out_specs = [
             pl.BlockSpec((None, None, rows, None, wide), lambda i, k, b, r: (b, k, tiles - 1 - r, i, 0)),
             pl.BlockSpec((None, None, rows, None), lambda i, k, b, r: (b, k, tiles - 1 - r, i)),
@@ -123,10 +126,10 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
         name="attention",
     )(*inputs.values())
     if splits == 1:
-        return outs[0].reshape(B, T, N, H)
-    out_BKRPH, lse_BKRP = outs
-    out_BKRH = merge_splits(out_BKRPH, lse_BKRP, sink_N, G, q_BTNH.dtype, settings.interpret)
-    return jnp.swapaxes(out_BKRH.reshape(B, K, T, G, H), 1, 2).reshape(B, T, N, H)
+        return outs[0].reshape(B, T, N, V)
+    out_BKRPV, lse_BKRP = outs
+    out_BKRV = merge_splits(out_BKRPV, lse_BKRP, sink_N, G, q_BTNH.dtype, settings.interpret)
+    return jnp.swapaxes(out_BKRV.reshape(B, K, T, G, V), 1, 2).reshape(B, T, N, V)
 
 
 def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -146,9 +149,9 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
     inputs = {"start": start_B, "length": length_B, "q": q_BTNH.reshape(B, T, K, N // K, H)}
     specs = {"start": one_row, "length": one_row}
     specs["q"] = pl.BlockSpec((None, T, None, N // K, wide), lambda i, k, b, r: (b, 0, k, 0, 0))
-    for name, x in {"k": k, "v": v}.items():
-        inputs[name] = x.values if isinstance(x, Levels) else x
-        specs[name] = one_head(slots, settings.width)
+    for name, x in {"k": k, "v": v}.items() if v is not None else [("k", k)]:
+        inputs[name] = x.values if isinstance(x, Levels | Latents) else x
+        specs[name] = one_head(slots, wide if settings.rank else settings.width)
         if isinstance(x, Levels):
             inputs[f"{name}_scale"] = x.scale
             specs[f"{name}_scale"] = one_head(slots, 2)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..key_layouts import BIAS_STRIDE
-from .parts import LOG2_E, LOWEST, dot, exp2, tile_size
+from .parts import LOG2_E, LOWEST, dot, exp2, outer, tile_size
 
 Refs = dict[str, Any]
 
@@ -24,6 +24,7 @@ class Settings(NamedTuple):
     window: int | None
     soft_cap: float | None
     ring: bool
+    rank: int  # of `Latents`, whose first numbers are the values; 0: values are other numbers
     T: int  # queries of a row
     slots: int  # of a row without a block table; of a page with one
     positions: int  # of a row that its slots hold; a ring has no limit
@@ -42,9 +43,19 @@ class Settings(NamedTuple):
         return tile_size(self.columns)
 
     @property
+    def part_columns(self) -> list[tuple[int, int]]:
+        """The first column of each part of a head, and its number of columns. Latents have two parts: the
+        value, and the rest of the key.
+        """
+        if self.rank:
+            return [(0, self.rank), (self.rank, self.columns - self.rank)]
+        return [(part * self.columns, self.columns) for part in range(self.parts)]
+
+    @property
     def block_columns(self) -> int:
         """Columns of a block of queries: the tile of the last part reaches to its end."""
-        return self.columns * (self.parts - 1) + self.width
+        first, count = self.part_columns[-1]
+        return first + tile_size(count)
 
 
 class _Queries(NamedTuple):
@@ -67,26 +78,27 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
     ref = dict(zip(names, refs, strict=False))
     out_refs = refs[len(names) :]
     rows = settings.rows
-    width = settings.width
     G = ref["q"].shape[1]
     # The last queries see the most keys, so they start first.
     first_row = (pl.num_programs(3) - 1 - pl.program_id(3)) * rows
     t_R, g_R = (op(first_row + jnp.arange(rows), G) for op in (lax.div, lax.rem))
     real_R = t_R < settings.T
-    real_W = jnp.arange(width) < settings.columns
-    columns = [part * settings.columns + jnp.arange(width) for part in range(settings.parts)]
+    columns = [
+        (first + jnp.arange(tile_size(W)), jnp.arange(tile_size(W)) < W) for first, W in settings.part_columns
+    ]
 
     def at(column_W: jax.Array) -> tuple[jax.Array, ...]:  # these columns of the queries
-        return tuple(jnp.broadcast_to(x, (rows, width)) for x in (t_R[:, None], g_R[:, None], column_W))
+        shape = rows, len(column_W)
+        return tuple(jnp.broadcast_to(x, shape) for x in (t_R[:, None], g_R[:, None], column_W))
 
     def load_q(column_W: jax.Array, mask_W: jax.Array) -> jax.Array:
         return pltriton.load(ref["q"].at[at(column_W)], mask=real_R[:, None] & mask_W, other=0)
 
     position_R = ref["start"][0] + t_R
-    parts = [load_q(column_W, real_W) for column_W in columns]
+    parts = [load_q(*of_part) for of_part in columns]
     queries = _Queries(
         parts,
-        [_across(load_q, column_W, real_W, ref["cos"].shape[1]) for column_W in columns if "near" in ref],
+        [_across(load_q, *of_part, ref["cos"].shape[1]) for of_part in columns if "near" in ref],
         sum((part.astype(jnp.float32).sum(1) for part in parts), jnp.zeros(rows, jnp.float32)),
         None if settings.window is None else position_R - settings.window + 1,
         jnp.minimum(position_R + 1, _length(ref, settings)),
@@ -101,13 +113,13 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
         sum_R = sum_R * shrink_R + exp2(sink_R - new_R, settings.interpret)
         sums = [sums_RW * shrink_R[:, None] for sums_RW in sums]
     divisor_R = jnp.where(sum_R == 0, 1, sum_R)
-    for column_W, sums_RW in zip(columns, sums, strict=True):
+    for (column_W, real_W), sums_RW in zip(columns, sums, strict=False):  # of latents the values alone
         out_RW = sums_RW * (1 / divisor_R)[:, None]
         real_RW = real_R[:, None] & real_W
         if settings.splits == 1:
             pltriton.store(out_refs[0].at[at(column_W)], out_RW.astype(out_refs[0].dtype), mask=real_RW)
         else:
-            tile = tuple(jnp.broadcast_to(x, (rows, width)) for x in (jnp.arange(rows)[:, None], column_W))
+            tile = outer(jnp.arange(rows), column_W)
             pltriton.store(out_refs[0].at[tile], out_RW, mask=real_RW & (stop > begin))
     if settings.splits > 1:
         lse_R = jnp.where(sum_R == 0, LOWEST / 2, max_R + jnp.log2(divisor_R))
@@ -164,7 +176,9 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
         at = _slots_of_block(ref, row, block, settings)
         key_C = block * keys + jnp.arange(keys)
         k, k_scale = _load_block(ref, "k", at, key_C < length, dtype, settings)
-        v, v_scale = _load_block(ref, "v", at, key_C < length, dtype, settings)
+        v, v_scale = k[:1], None
+        if "v" in ref:
+            v, v_scale = _load_block(ref, "v", at, key_C < length, dtype, settings)
         s_RC = sum(dot(q_RW, k_CW.T) for q_RW, k_CW in zip(queries.parts, k, strict=True))
         if k_scale is not None:
             s_RC = s_RC * k_scale[0] + queries.sum_R[:, None] * k_scale[1]
@@ -185,7 +199,8 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
         return sums, new_R, sum_R
 
     zeros_R = jnp.zeros(settings.rows, jnp.float32)
-    zeros = [jnp.zeros((settings.rows, settings.width), jnp.float32) for _ in queries.parts]
+    of_values = queries.parts[: 1 if settings.rank else None]
+    zeros = [jnp.zeros(part.shape, jnp.float32) for part in of_values]
     return lax.fori_loop(begin, stop, step, (zeros, zeros_R + LOWEST, zeros_R))
 
 
@@ -201,8 +216,9 @@ def _load_block(ref: Refs, name: str, at, valid_C, dtype, settings: Settings):
     """Returns keys or values of one block, each part [C, W], and if they are quantized their step and low,
     each [C]. Invalid ones are zeros: 0 * NaN is NaN.
     """
-    real_W = jnp.arange(settings.width) < settings.columns
-    loaded = pltriton.load(ref[name].at[at], mask=valid_C[:, None] & real_W, other=0)
+    if settings.rank:
+        return [_load_columns(ref[name], at, valid_C, *of_part) for of_part in settings.part_columns], None
+    loaded = _load_columns(ref[name], at, valid_C, 0, settings.columns)
     if f"{name}_scale" not in ref:
         return [loaded], None
     level = loaded.astype(jnp.int32)
@@ -211,6 +227,13 @@ def _load_block(ref: Refs, name: str, at, valid_C, dtype, settings: Settings):
     scale_C2 = pltriton.load(ref[f"{name}_scale"].at[at], mask=mask, other=0).astype(jnp.float32)
     scale = [jnp.where(jnp.arange(2) == i, scale_C2, 0).sum(1) for i in range(2)]
     return [part.astype(jnp.float32).astype(dtype) for part in levels], scale
+
+
+def _load_columns(ref, at, valid_C, first: int, count: int) -> jax.Array:
+    """Returns some columns of a block of keys or values, with zeros in their place where they are invalid."""
+    width = tile_size(count)
+    mask = valid_C[:, None] & (jnp.arange(width) < count)
+    return pltriton.load(ref.at[(*at, pl.ds(first, width))], mask=mask, other=0)
 
 
 def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) -> jax.Array:

@@ -21,12 +21,13 @@ from xinfer_jax.kernels_pallas import (
     reference_delta,
     reference_products,
 )
-from xinfer_jax.kernels_pallas.key_layouts import join, quantize
+from xinfer_jax.kernels_pallas.key_layouts import LANES, Latents, join, quantize
 from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from xinfer_jax.kernels_pallas.reference_products import FP8_BLOCK, Matrix, RowAdapters
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # in order, and by name
 _PAGE = 64
+_ROTATED = 64  # numbers of a latent key that are no values
 _PAGES = 12  # of the longest row
 # Where keys are, then head widths and dtypes. "window" is a contiguous cache too.
 _ATTENTION = {
@@ -34,6 +35,7 @@ _ATTENTION = {
     "rows": [(64, "float16"), (80, "bfloat16"), (96, "bfloat16"), (128, "bfloat16"), (128, "float32")],
     "ring": [(64, "bfloat16"), (128, "bfloat16"), (512, "bfloat16")],
     "window": [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (256, "float32")],
+    "latents": [(576, "bfloat16"), (320, "bfloat16")],
     "int8": [(64, "bfloat16"), (128, "bfloat16"), (512, "bfloat16")],
     "int4": [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")],
 }
@@ -113,6 +115,8 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
 
 def _takes(impl: str, is_tpu: bool, keys: str, width: int, dtype: str) -> bool:
     """Returns True if an implementation supports such keys."""
+    if keys == "latents":
+        return impl != "mosaic"
     if is_tpu:
         return keys != "int4" and dtype == "bfloat16" and width in (64, 128, 256, 512)
     return impl != "mosaic" or not (keys.startswith("int") or width > 256 or dtype == "float32")
@@ -135,7 +139,7 @@ def _attention_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelC
 
 
 def _attention_arguments(is_tpu: bool, keys: str, width: int, dtype: str, T: int) -> Arguments:
-    k, v, length_B, arrays = _cache(is_tpu, keys, width, dtype, 3, T, 2)
+    k, v, length_B, arrays = _cache(is_tpu, keys, width, dtype, 3, T, 1 if keys == "latents" else 2)
     if keys.startswith("int") and width <= 128 and not is_tpu:
         angles = random(5, (_PAGES, width // 2), jnp.float32)
         arrays["key_bias"] = KeyBias(random(6, (2, _PAGE, width), jnp.float32), angles, angles)
@@ -154,7 +158,7 @@ def _cache(
     length_B = np.resize(np.array([T, T + 301, slots], np.int32), B)
     if keys == "ring":
         length_B = length_B + 5 * _PAGE  # wrapped
-    is_paged = keys in ("pages", "int8", "int4")
+    is_paged = keys in ("pages", "latents", "int8", "int4")
     shape = (1 + B * _PAGES, K, _PAGE, width) if is_paged else (B, K, slots, width)
     k, v = (random(i, shape, dtype) for i in (3, 4))
     arrays = {}
@@ -169,6 +173,10 @@ def _cache(
         k, v = (quantize(x, int(keys[3:])) for x in (k, v))
     else:
         k, v = (jnp.where(is_used, x, jnp.nan).astype(dtype) for x in (k, v))
+    if keys == "latents":
+        zeros = -width % LANES if is_tpu else 0
+        k = Latents(jnp.pad(k, [(0, 0)] * 3 + [(0, zeros)]), width - _ROTATED)
+        return k, None, length_B, arrays
     return *((join(k, v), None) if is_tpu else (k, v)), length_B, arrays
 
 

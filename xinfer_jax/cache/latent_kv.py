@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..errors import InputError
+from ..kernels_pallas import Latents
 from .layer_cache import shard_heads
 from .stored_kv import StoredKV, quantized_dtype
 
@@ -45,6 +46,12 @@ class LatentKV(StoredKV):
 
     def decode(self) -> tuple[jax.Array, jax.Array]:
         return self.values, self.values[..., : self.rank]
+
+    def kernel_array(self) -> Latents:
+        return Latents(self.values, self.rank)
+
+    def with_kernel_array(self, array: Latents) -> Self:
+        return dataclasses.replace(self, values=array.values)
 
     def separate(self) -> tuple[Any, Any]:
         """Returns the latents and the rotated parts."""

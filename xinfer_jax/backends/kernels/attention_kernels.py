@@ -23,7 +23,7 @@ def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
 
 def kernel_obstacle(kv: Contiguous) -> str | None:
     """Returns the reason why no kernel reads them."""
-    if kv.value_width != kv.k.shape[3]:
+    if kv.v is not None and kv.value_width != kv.k.shape[3]:
         return f"values of another width than keys ({kv.value_width} and {kv.k.shape[3]})"
     return cache_dtype_of(kv.dtype_name).kernel_obstacle
 
