@@ -1,7 +1,7 @@
 """Keys and values as attention kernels read them: their quantized form, and RoPE."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,11 @@ class SideBySide(NamedTuple):
     # before and after kernels.
     scale: jax.Array | None = None
 
+    @property
+    def rank(self) -> int:
+        """The width of values that are the first numbers of keys: 0, there are none."""
+        return 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Latents:
 
     values: jax.Array  # [P, K, S, X]: the value, then numbers of the key alone, and on TPUs perhaps zeros
     rank: int = dataclasses.field(metadata=dict(static=True))  # C, the width of a value
+    scale: ClassVar[None] = None  # as in `SideBySide`
 
     @property
     def shape(self) -> tuple[int, ...]:

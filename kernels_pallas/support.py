@@ -110,6 +110,8 @@ def _unsupported_rows(kernel: str, x: Any, weight: Any = None) -> str | None:
 def _unsupported_keys(
     kernel: str, q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None = None
 ) -> str | None:
+    if isinstance(kv, Latents):
+        return _unsupported_latents(kernel, q, kv, key_bias)
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
     width = q.shape[-1]
@@ -126,6 +128,18 @@ def _unsupported_keys(
     slots = kv.values.shape[2]
     if key_bias is not None and slots % BIAS_STRIDE:
         return f"a bias of keys in {slots} slots, not a multiple of {BIAS_STRIDE}"
+    return _unaligned_slots(kernel, kv)
+
+
+def _unsupported_latents(kernel: str, q: Any, kv: Latents, key_bias: KeyBias | None) -> str | None:
+    widths = kv.rank, kv.shape[-1]
+    if any(width % LANES for width in widths):
+        return f"latents of {widths[0]} numbers in keys of {widths[1]}, not multiples of {LANES}"
+    dtypes = {q.dtype.name, kv.dtype.name}
+    if dtypes not in ({"float32"}, {"bfloat16"}):
+        return f"dtypes {', '.join(sorted(dtypes))}"
+    if key_bias is not None:
+        return "latents with a bias of keys"
     return _unaligned_slots(kernel, kv)
 
 
@@ -201,7 +215,7 @@ def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
     return f"a state of {size} bytes a row, more than {_TPU_STATE_BYTES}" if size > _TPU_STATE_BYTES else None
 
 
-def _unaligned_slots(kernel: str, kv: SideBySide) -> str | None:
+def _unaligned_slots(kernel: str, kv: SideBySide | Latents) -> str | None:
     """Returns the reason why copies of parts of a row or a page are not possible on a TPU, or None."""
     _, heads, slots, width = kv.values.shape
     itemsize = kv.values.dtype.itemsize

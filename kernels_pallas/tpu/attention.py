@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..key_layouts import LANES, SideBySide
+from ..key_layouts import LANES, Latents, SideBySide
 from .attention_kernel import attention_kernel
 from .attention_softmax import Settings
 from .parts import emulator, keep_in_hbm, rotation_factors
@@ -39,11 +39,15 @@ def prefill_attention(  # noqa: PLR0913
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
 
-    It takes the arguments of the reference, with keys and values `SideBySide`. q is float32 or bfloat16, H
-    64, 128, 256 or 512. With a bias of keys S is a multiple of its stride. interpret: True: emulate a TPU on
-    a CPU, slowly, and raise if accesses to memory race.
+    It takes the arguments of the reference, with keys and values `SideBySide`, or `Latents` whose widths fill
+    lanes. q is float32 or bfloat16. If keys and values are side by side, H is 64, 128, 256 or 512. With a
+    bias of keys S is a multiple of its stride. interpret: True: emulate a TPU on a CPU, slowly, and raise if
+    accesses to memory race.
     """
     assert v_PKSH is None
+    rank = kv_PKSX.rank
+    if rank:
+        q_BTNH = _pad(q_BTNH, 3, kv_PKSX.values.shape[3])
     B, T, N, H = q_BTNH.shape
     K = kv_PKSX.values.shape[1]
     settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring, key_bias)
@@ -53,7 +57,10 @@ def prefill_attention(  # noqa: PLR0913
         inputs["table"] = table_BP.reshape(-1)
     scalars = len(inputs)
     block = settings.block_rows
-    if block:  # rows of one token each
+    if rank:
+        q = _by_key_head(q_BTNH, K, rows, settings)
+        one_tile = pl.BlockSpec((1, 1, *q.shape[2:]), lambda b, t, *_: (b, t, 0, 0, 0))
+    elif block:  # rows of one token each
         q = q_BTNH.reshape(1, B, N * H)
         one_tile = pl.BlockSpec((1, block, N * H), lambda b, t, *_: (0, lax.div(b, block), 0))
     else:
@@ -76,29 +83,50 @@ def prefill_attention(  # noqa: PLR0913
         inputs["scale"] = kv.scale
     specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
     scratch = _scratch(q_BTNH, kv_PKSX, rows, settings)
+    out_shape = (*q.shape[:-1], rank or q.shape[-1])
+    out_tile = pl.BlockSpec((*one_tile.block_shape[:-1], out_shape[-1]), one_tile.index_map)
     out = pl.pallas_call(
         partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
             grid=(B, settings.tiles),
             in_specs=specs,
-            out_specs=one_tile,
+            out_specs=out_tile,
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=result_type(q.shape, q.dtype, *inputs.values()),
+        out_shape=result_type(out_shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt or rank else None,
         ),
         interpret=emulator(interpret),
         name="attention",
     )(*inputs.values())
-    return out.reshape(B, T, N, H)
+    return _by_token(out, q_BTNH, settings) if rank else out.reshape(B, T, N, H)
 
 
 decode_attention = prefill_attention  # of few tokens per row
 
 
-def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, key_bias) -> Settings:
+def _by_key_head(q_BTNH, K: int, rows: int, settings: Settings) -> jax.Array:
+    """Returns the rows of each tile and key head, [B, tiles, K, rows, H], with a head's tokens in order."""
+    B, _, N, H = q_BTNH.shape
+    tokens, tiles = settings.tokens, settings.tiles
+    q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, N, H)
+    return _pad(jnp.swapaxes(q, 2, 3).reshape(B, tiles, K, -1, H), 3, rows)
+
+
+def _by_token(out, q_BTNH, settings: Settings) -> jax.Array:
+    """Returns [B, T, N, V] of results in the order of `_by_key_head`."""
+    B, T, N, _ = q_BTNH.shape
+    tokens = settings.tokens
+    out = out[:, :, :, : tokens * N // out.shape[2]].reshape(B, settings.tiles, N, tokens, -1)
+    return jnp.swapaxes(out, 2, 3).reshape(B, settings.tiles * tokens, N, -1)[:, :T]
+
+
+def _settings(
+    q_BTNH, kv: SideBySide | Latents, scale, window, soft_cap, table_BP, ring, key_bias
+) -> Settings:
     B, T, N, H = q_BTNH.shape
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]
@@ -117,10 +145,10 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, k
     tiles = pl.cdiv(T, tokens)
     pages = 0 if table_BP is None else table_BP.shape[1]
     rows = tokens if is_prompt else _part_rows(tokens * N // K, itemsize)
-    block_rows = 0 if T > 1 else min(B, _BLOCK_ROWS)
+    block_rows = 0 if T > 1 or kv.rank else min(B, _BLOCK_ROWS)
     pairs = 0 if key_bias is None else key_bias.cos_RP.shape[1]
     sizes = H, block_rows, tokens, tiles, rows, limit, S, pages, chunk, step, block, pairs
-    return Settings(scale, window, soft_cap, ring, is_prompt, *sizes)
+    return Settings(scale, window, soft_cap, ring, is_prompt, kv.rank, *sizes)
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
@@ -159,12 +187,13 @@ def _pad(x: Any, axis: int, size: int) -> Any:
     return x.__array_namespace__().pad(x, widths)
 
 
-def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
+def _scratch(q_BTNH, kv: SideBySide | Latents, rows: int, settings: Settings) -> dict[str, Any]:
     """Returns the on-chip memory that programs share, by the names that `attention_kernel` uses."""
     _, _, N, H = q_BTNH.shape
     _, K, _, X = kv.values.shape
     vectors = pltpu.VMEM((K, rows, LANES * pl.cdiv(H, LANES)), jnp.float32)
     sums = pltpu.VMEM((K, rows, LANES), jnp.float32)
+    out_sums = pltpu.VMEM((K, rows, settings.rank), jnp.float32) if settings.rank else vectors
     scratch = {"kv_buffer": pltpu.VMEM((2, K, settings.block, X), kv.values.dtype)}
     if kv.scale is not None:
         chunks = settings.block // settings.chunk
@@ -174,5 +203,5 @@ def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str,
     if settings.block_rows:
         scratch["flat"] = pltpu.VMEM((settings.block_rows, 1, N * H), jnp.float32)
     queries = pltpu.VMEM(vectors.shape, q_BTNH.dtype if settings.is_prompt else jnp.float32)
-    scratch |= {"query": queries, "max": sums, "sum": sums, "out_sum": vectors}
+    scratch |= {"query": queries, "max": sums, "sum": sums, "out_sum": out_sums}
     return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

@@ -48,12 +48,12 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
     The refs, by `names`, are:
 
     - start_B, length_B and perhaps table_BP, in scalar memory,
-    - q [1, tokens, N · H], of several rows if each has one query,
+    - q [1, tokens, N · H], of several rows if each has one query, or for latents [1, 1, K, R, H],
     - offset_R1, the token of each of the R queries of a key head,
     - perhaps sink_KR1, and near_KCH and angle of a bias of keys,
     - kv and perhaps scale, in HBM,
     - out, in the form of q,
-    - scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat [rows, 1, N · H], query and
+    - scratch: kv_buffer [2, K, block, X], scale_buffer [2, chunks, K, …], flat [rows, 1, N · H], query and
       out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and the number of blocks so far.
 
     Args:
@@ -282,6 +282,9 @@ def _heads(ref, settings: Settings) -> list[tuple[int, Any]]:
 
 def _load_queries(ref, settings: Settings, row) -> None:
     """Puts the queries of each key head into rows, with zeros next to queries that do not fill lanes."""
+    if settings.rank:
+        ref["query"][...] = ref["q"][0, 0].astype(ref["query"].dtype)
+        return
     H = settings.width
     flat_ref = ref["q"].at[0]
     if settings.block_rows:
@@ -305,6 +308,9 @@ def _store_queries(ref, settings: Settings, row) -> None:
     """Stores the results, as the reverse of `_load_queries`. With a width below 128 it stores the second
     half, p · v.
     """
+    if settings.rank:
+        ref["out"][0, 0] = ref["out_sum"][...].astype(ref["out"].dtype)
+        return
     H = settings.width
     in_block = lax.rem(row, settings.block_rows) if settings.block_rows else 0
     out_ref = ref["flat"].at[in_block] if settings.block_rows else ref["out"].at[0]

@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     soft_cap: float | None
     ring: bool
     is_prompt: bool  # many queries of a row: they see most keys, all of them
+    rank: int  # of `Latents`, whose first numbers are the values; 0: keys and values are side by side
     width: int  # H
     block_rows: int  # of one query each that a block of queries has; 0: it has queries of one row
     tokens: int  # of a tile of queries
@@ -54,9 +55,12 @@ class Keys(NamedTuple):
     scale_4S: list[jax.Array] | None
     visible_RS: jax.Array | None  # None: all
 
-    def split(self, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def split(self, settings: Settings, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values [S, W]. Both are in one vector if they are narrow."""
+        width = settings.width
         kv_SX = self.kv_SX if self.scale_4S is None else self.kv_SX.astype(dtype)
+        if settings.rank:
+            return kv_SX, kv_SX[:, : settings.rank]
         return (kv_SX, kv_SX) if width % LANES else (kv_SX[:, :width], kv_SX[:, width:])
 
 
@@ -95,7 +99,7 @@ def add_keys(ref, settings: Settings, tiles: list[Tile], keys: list[Keys]) -> No
 
 def _scores(ref, settings: Settings, tile: Tile, keys: Keys) -> jax.Array:  # [R, S]
     q_RW = ref["query"][tile].astype(ref["q"].dtype)
-    scores_RS = dot(q_RW, keys.split(settings.width, q_RW.dtype)[0], 1)
+    scores_RS = dot(q_RW, keys.split(settings, q_RW.dtype)[0], 1)
     if keys.scale_4S is not None:
         sums_RS = _to_lanes(ref["query_sum"][tile], scores_RS.shape[1])
         scores_RS = scores_RS * keys.scale_4S[0] + sums_RS * keys.scale_4S[1]
@@ -127,7 +131,7 @@ def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[
         out_RW += (weight_RS * keys.scale_4S[3]).sum(-1, keepdims=True)
         weight_RS *= keys.scale_4S[2]
     dtype = ref["q"].dtype
-    v_SW = keys.split(settings.width, dtype)[1]
+    v_SW = keys.split(settings, dtype)[1]
     return new_max_RL, sum_RL, out_RW + dot(weight_RS.astype(dtype), v_SW, 0)
 
 
