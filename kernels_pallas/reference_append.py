@@ -1,12 +1,13 @@
 """The reference of `rope_append` in plain jnp."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .key_layouts import HeadNorms, Levels, SideBySide, join, quantize, rotate_pairs, separate
+from .key_layouts import HeadNorms, Latents, Levels, SideBySide, join, quantize, rotate_pairs, separate
 
 
 def rope_append(  # noqa: PLR0913
@@ -20,7 +21,8 @@ def rope_append(  # noqa: PLR0913
     - Position p of row b is in slot p of k_PKSH[b]. With `ring` it is in slot p % S. With a block table it is
       in slot p % S of page table_BP[b, p // S].
     - `Levels` are quantized to nearest, between the smallest and the largest number of a vector.
-    - `SideBySide` is the first cache, and the second is None.
+    - `SideBySide` or `Latents` is the first cache, and the second is None. Of latents the values are not
+      read.
     - Without angles (None) nothing is rotated. norms: None, or `HeadNorms` before RoPE.
     """
     B, T, _, H = q_BTNH.shape
@@ -32,6 +34,8 @@ def rope_append(  # noqa: PLR0913
         q_BTNH, k, v = rope_append(*new, *pair, start_B, num_tokens_B, **options)
         return q_BTNH, join(k, v), None
     q_BTNH, k_BTKH = (rotate(x, cos_BTP, sin_BTP) for x in (q_BTNH, k_BTKH))
+    if isinstance(k_PKSH, Latents):
+        k_BTKH = jnp.pad(k_BTKH, [(0, 0)] * 3 + [(0, k_PKSH.shape[3] - H)])
     position_BT = start_B[:, None] + jnp.arange(T)
     written_BT = (jnp.arange(T) < num_tokens_B[:, None]) & (position_BT < capacity)
     S = k_PKSH.shape[2]
@@ -46,6 +50,10 @@ def rope_append(  # noqa: PLR0913
         return old_PKSX.at[owner_BT, :, slot_BT].set(new_BTKX.astype(old_PKSX.dtype), mode="drop")
 
     def append(old, new_BTKH):
+        if old is None:
+            return None
+        if isinstance(old, Latents):
+            return dataclasses.replace(old, values=write(old.values, new_BTKH))
         if not isinstance(old, Levels):
             return write(old, new_BTKH)
         bits = 8 * old.values.shape[-1] // H

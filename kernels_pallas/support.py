@@ -58,10 +58,10 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
         return _unsupported_quantized_experts(*args)
     if kernel in _DELTA:
         return _unsupported_delta(*args) or _too_wide(kernel, args[2])
-    if reason := next(filter(None, map(too_large, args)), None):
+    if reason := next(filter(None, (too_large(arg) for arg in args if arg is not None)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
-        floats = (arg for arg in args if not isinstance(arg, Levels))
+        floats = (arg for arg in args if not isinstance(arg, Levels | None))
         return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
     if (reason := _unsupported_dtypes(args[:1] if kernel == "int8_head_argmax" else args)) is not None:
         return reason

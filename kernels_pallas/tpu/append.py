@@ -5,6 +5,7 @@ is read, changed and written back. All tiles of a program are in flight at once.
 separate kernel, which does everything between products and attention (`append_tokens`).
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..key_layouts import HeadNorms, SideBySide, quantize
+from ..key_layouts import HeadNorms, Latents, SideBySide, quantize
 from ..reference_append import norm_heads, rotate
 from .append_tokens import FEW_TOKENS, append_tokens, tile_slots
 from .parts import emulator, keep_in_hbm
@@ -29,13 +30,14 @@ _PROGRAM_BYTES = 2**21  # of the tiles of a program
 def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, kv_PKSX, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, norms=None, interpret=False,
-) -> tuple[jax.Array, SideBySide, None]:  # fmt: skip
+) -> tuple[jax.Array, SideBySide | Latents, None]:  # fmt: skip
     """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
     copies the cache if it is used again. For prompts XLA computes norms, RoPE and levels, before the kernel.
 
-    It takes the arguments of the reference, and returns its results, with a cache `SideBySide`. T tokens may
-    touch no tile of a ring twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile
-    more. interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
+    It takes the arguments of the reference, and returns its results, with a cache `SideBySide`, or `Latents`
+    without norms and angles. T tokens may touch no tile of a ring twice: its slots are T rounded up to 64
+    (int8: 128), and at least one such tile more. interpret: True: emulate a TPU on a CPU, slowly, and raise
+    if accesses to memory race.
     """
     assert v_PKSH is None
     S = kv_PKSX.values.shape[2]
@@ -44,13 +46,15 @@ def rope_append(  # noqa: PLR0913
     count_B = jnp.clip(capacity - start_B, 0, num_tokens_B)
     angles = None if cos_BTP is None else (cos_BTP, sin_BTP)
     append = append_tokens if q_BTNH.shape[1] <= FEW_TOKENS else _append_prompts
+    if isinstance(kv_PKSX, Latents):
+        k_BTKH = jnp.pad(k_BTKH, [(0, 0)] * 3 + [(0, kv_PKSX.shape[3] - k_BTKH.shape[3])])
     args = (q_BTNH, k_BTKH, v_BTKH), angles, norms, kv_PKSX, start_B, count_B
     return *append(*args, table_BP=table_BP, ring=ring, interpret=interpret), None
 
 
 def _append_prompts(  # noqa: PLR0913
-    qkv, angles, norms: HeadNorms | None, kv: SideBySide, start_B, count_B, *, table_BP, ring, interpret
-) -> tuple[jax.Array, SideBySide]:
+    qkv, angles, norms: HeadNorms | None, kv: Any, start_B, count_B, *, table_BP, ring, interpret
+) -> tuple[jax.Array, Any]:
     q_BTNH, k_BTKH, v_BTKH = qkv
     q_BTNH, k_BTKH = (rotate(x, *(angles or (None, None))) for x in norm_heads(q_BTNH, k_BTKH, norms))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
@@ -59,6 +63,8 @@ def _append_prompts(  # noqa: PLR0913
     write = partial(_write, start_B=start_B, count_B=count_B, table_BP=table_BP, interpret=interpret)
     size = _PROMPT_TILE if S % _PROMPT_TILE == 0 else tile_slots(kv.values.dtype)
     tiling = make_tiling(size, T, B, kv, table_BP, ring, 1)
+    if isinstance(kv, Latents):
+        return q_BTNH, dataclasses.replace(kv, values=write(kv.values, k, tiling=tiling))
     if kv.scale is None:
         return q_BTNH, SideBySide(write(kv.values, jnp.concatenate([k, v], -1), tiling=tiling))
     pair = quantize(k, 8), quantize(v, 8)

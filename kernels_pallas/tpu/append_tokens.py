@@ -1,5 +1,6 @@
 """The append of a few tokens of each row on TPUs: norms of queries and keys, RoPE, levels, and the writes."""
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..key_layouts import LANES, HeadNorms, SideBySide
+from ..key_layouts import LANES, HeadNorms, Latents, SideBySide
 from .parts import Factors, as_row, emulator, keep_in_hbm, rotate_lanes, rotation_factors, to_levels
 from .tiles import Tile, Tiling, Update, insert, make_tiling, scale_tile, select_type, update_tiles
 
@@ -38,18 +39,20 @@ def tile_slots(dtype: Any) -> int:
 
 
 def append_tokens(  # noqa: PLR0913
-    qkv, angles, norms: HeadNorms | None, kv: SideBySide, start_B, count_B, *, table_BP, ring, interpret
-) -> tuple[jax.Array, SideBySide]:
+    qkv, angles, norms: HeadNorms | None, kv: Any, start_B, count_B, *, table_BP, ring, interpret
+) -> tuple[jax.Array, Any]:
     """Returns the queries after norm and RoPE, and the cache with the first count_B[b] of T tokens of each
     row.
 
     Args:
         qkv: queries, keys and values [B, T, N or K, H]. Numbers of all heads are in lanes, as products leave
-            them.
+            them. Of latents the keys alone are read.
         angles: None, or cos and sin [B, T, P].
         norms, kv, start_B, count_B, table_BP, ring, interpret: see `rope_append`.
     """
-    B, T, N, H = qkv[0].shape
+    is_latent = isinstance(kv, Latents)
+    B, T, N, _ = qkv[0].shape
+    H = qkv[1].shape[-1]
     pairs = 0 if angles is None else angles[0].shape[-1]
     eps, offset = (0.0, None) if norms is None else (norms.eps, norms.offset)
     tilings = (
@@ -57,7 +60,8 @@ def append_tokens(  # noqa: PLR0913
         make_tiling(scale_tile(kv.values.shape[2]), T, B, kv, table_BP, ring, 2),
     )
     settings = _Settings(H, T, _program_rows(qkv, kv, tilings), pairs, eps, offset, *tilings)
-    inputs = {name: _in_lanes(_fill_lanes(x, H)) for name, x in zip("qkv", qkv, strict=True)}
+    new = {"k": qkv[1]} if is_latent else dict(zip("qkv", qkv, strict=True))
+    inputs = {name: _in_lanes(_fill_lanes(x, H)) for name, x in new.items()}
     if angles is not None:
         inputs |= {name: _in_lanes(x) for name, x in zip(("cos", "sin"), angles, strict=True)}
     specs = [_block(x, settings) for x in inputs.values()]
@@ -68,31 +72,35 @@ def append_tokens(  # noqa: PLR0913
     if table_BP is not None:
         scalars["table"] = table_BP.reshape(-1)
     bound = keep_in_hbm(kv, interpret)
-    caches = {name: x for name, x in bound._asdict().items() if x is not None}
+    caches = {"values": bound.values} | ({} if bound.scale is None else {"scale": bound.scale})
     of_caches = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(caches)
     scratch = _scratch(kv, settings)
     arrays = scalars | inputs | {f"old_{name}": x for name, x in caches.items()}
-    names = (*arrays, "rotated", *caches, *scratch)
-    outs = inputs["q"], *caches.values()
-    rotated, *written = pl.pallas_call(
+    outs = ({} if is_latent else {"rotated": inputs["q"]}) | caches
+    names = (*arrays, *outs, *scratch)
+    first = len(outs) - len(caches)
+    results = pl.pallas_call(
         partial(_kernel, names=names, scalars=len(scalars), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(pl.cdiv(B, settings.rows),),
             in_specs=[*specs, *of_caches],
-            out_specs=[specs[0], *of_caches],
+            out_specs=[*specs[:first], *of_caches],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=[result_type(x.shape, x.dtype, *arrays.values()) for x in outs],
-        input_output_aliases={len(scalars) + len(inputs) + i: 1 + i for i in range(len(caches))},
+        out_shape=[result_type(x.shape, x.dtype, *arrays.values()) for x in outs.values()],
+        input_output_aliases={len(scalars) + len(inputs) + i: first + i for i in range(len(caches))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=emulator(interpret),
         name="append",
     )(*arrays.values())
+    if is_latent:
+        return qkv[0], dataclasses.replace(kv, values=results[0])
+    rotated, *written = results
     return rotated[..., : N * H].reshape(B, T, N, H), SideBySide(*written)
 
 
-def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
+def _program_rows(qkv, kv: SideBySide | Latents, tilings: tuple[Tiling, Tiling]) -> int:
     """Returns the number of rows of a program: all rows if each has one token, otherwise a multiple of 16."""
     B, T, N, H = qkv[0].shape
     K, _, X = kv.values.shape[1:]
@@ -124,7 +132,7 @@ def _block(x, settings: _Settings) -> pl.BlockSpec:
     return pl.BlockSpec((settings.rows, *x.shape[1:]), lambda i, *_: (i, 0, 0))
 
 
-def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
+def _scratch(kv: SideBySide | Latents, settings: _Settings) -> dict[str, Any]:
     """Returns the on-chip memory: the new numbers of each token, tiles of the caches, and semaphores of their
     copies.
 
@@ -210,10 +218,14 @@ def _compute(ref, settings: _Settings, a: Any) -> None:
     """Computes rotated queries, and the new numbers of the caches, for R tokens [a]."""
     H = settings.width
     factors = rotation_factors(ref["cos"][a], ref["sin"][a], H) if settings.pairs else None
+    k = _vectors(ref, settings, "k", a, factors)
+    if "v" not in ref:  # latents
+        for head, x_RW in enumerate(k):
+            ref["new"][a, head] = x_RW
+        return
     for i, x_RW in enumerate(_vectors(ref, settings, "q", a, factors)):
         W = x_RW.shape[1]
         ref["rotated"][a, :, i * W : (i + 1) * W] = x_RW.astype(ref["rotated"].dtype)
-    k = _vectors(ref, settings, "k", a, factors)
     v = _vectors(ref, settings, "v", a, None)
     for head in range(ref["new"].shape[1]):
         if H < LANES:

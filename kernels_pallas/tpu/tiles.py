@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..key_layouts import LANES, SideBySide
+from ..key_layouts import LANES, Latents, SideBySide
 
 
 class Tiling(NamedTuple):
@@ -60,7 +60,7 @@ def scale_tile(slots: int) -> int:
 
 
 def make_tiling(
-    size: int, tokens: int, rows: int, kv: SideBySide, table_BP: Any, ring: bool, axis: int
+    size: int, tokens: int, rows: int, kv: SideBySide | Latents, table_BP: Any, ring: bool, axis: int
 ) -> Tiling:
     """Returns the tiling of an array for this number of tokens of each row."""
     tiles = pl.cdiv(tokens - 1, size) + 1

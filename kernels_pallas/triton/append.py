@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
-from ..key_layouts import Levels
+from ..key_layouts import Latents, Levels
 
 
 class _Settings(NamedTuple):
@@ -40,9 +40,13 @@ def rope_append(  # noqa: PLR0913
     K, S = k_PKSH.shape[1:3]
     if not ring:
         capacity = min(capacity, S if table_BP is None else S * table_BP.shape[1])
-    inputs = {"start": start_B, "count": num_tokens_B, "new_k": k_BTKH, "new_v": v_BTKH}
+    inputs = {"start": start_B, "count": num_tokens_B, "new_k": k_BTKH}
     caches = (k_PKSH, v_PKSH)
     names = ("k", "k_scale", "v", "v_scale") if isinstance(k_PKSH, Levels) else ("k", "v")
+    if isinstance(k_PKSH, Latents):
+        names = ("k",)
+    else:
+        inputs["new_v"] = v_BTKH
     outs = dict(zip(names, jax.tree.leaves(caches), strict=True))
     if table_BP is not None:
         inputs["table"] = table_BP
@@ -95,7 +99,8 @@ def _kernel(*refs, settings: _Settings):
         new = (row, t, head_1)
         place = (owner, head_1, slot)
         _rotate(ref["new_k"], new, ref["k"], place, angles, settings.pairs)
-        _rotate(ref["new_v"], new, ref["v"], place, [], 0)
+        if "v" in ref:
+            _rotate(ref["new_v"], new, ref["v"], place, [], 0)
 
 
 def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) -> None:

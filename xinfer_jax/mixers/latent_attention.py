@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from ..cache.contiguous import Contiguous, uncached_kv
-from ..cache.latent_kv import LatentKV, check_latent_dtype, empty_latents
+from ..cache.latent_kv import LatentKV, check_latent_dtype, empty_latents, stored_width
 from ..cache.page_size import PAGE_SIZE
 from ..cache.ring import num_slots
 from ..cache.stored_kv import stores_side_by_side
@@ -31,6 +31,7 @@ from ..weights.layers import Norm, apply_rope, linear, products, rms_norm
 from ..weights.param_specs import Params, dense, norm_spec
 from .attention import Scoring, VisibleKeys, attention
 from .mixer import Divided, Mixer, Positions
+from .rope_append import rotate_and_append
 from .rope_orders import halves_first
 from .softmax_attention import scale_queries
 
@@ -108,11 +109,11 @@ class LatentAttention(Mixer):
             start_B: Any = positions.start_B  # not None if there is a cache
             key_BT1H = jnp.concatenate([latent_BTC, rotated_BTR], -1)[:, :, None]
             key_BTKH = jnp.repeat(key_BT1H, cache.k.shape[1], 2)
-            cache = cache.append(key_BTKH, key_BTKH, start_B, length_B)
-            length_B = jnp.where(length_B > 0, start_B + length_B, 0)  # without queries no key is read
             q_BTNP, q_BTNR = jnp.split(q_BTNH, [spec.qk_nope_head_dim], -1)
             q_BTNC = _times_rows(q_BTNP, params["k_up"])
-            q_BTNH = jnp.concatenate([q_BTNC, q_BTNR], -1)
+            qkv = jnp.concatenate([q_BTNC, q_BTNR], -1), key_BTKH, key_BTKH
+            q_BTNH, cache = rotate_and_append(qkv, None, None, cache, start_B, length_B, run_config)
+            length_B = jnp.where(length_B > 0, start_B + length_B, 0)  # without queries no key is read
             visible = VisibleKeys(start_B, length_B)
             out_BTNC = attention(q_BTNH, cache, visible, scoring, run_config=run_config)
             out_BTNV = _times_columns(out_BTNC, params["v_up"])
@@ -189,7 +190,7 @@ class LatentAttention(Mixer):
 
     def row_bytes(self, capacity: int, dtype: Any) -> int:
         check_latent_dtype(dtype)
-        numbers = self.num_kv_heads * self._slots(capacity, dtype) * self.key_width
+        numbers = self.num_kv_heads * self._slots(capacity, dtype) * stored_width(self.key_width, dtype)
         return numbers * jnp.dtype(dtype).itemsize
 
     def _slots(self, capacity: int, dtype: Any) -> int:
