@@ -14,7 +14,7 @@ from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.kernels_pallas import Levels, reference_append, triton
+from xinfer_jax.kernels_pallas import Latents, Levels, reference_append, triton
 from xinfer_jax.mixers.rope_append import rotate_and_append
 
 pytestmark = [
@@ -32,6 +32,7 @@ CASES = {  # T, N, K, H, pairs, slots, start_B, num_tokens_B, dtypes, and what e
     "width-512-int8": (2, 2, 1, 512, 256, 8, (0, 6), (2, 2), (BF16, 8), {}),
     "int4-pages": (3, 4, 2, 16, 8, 4, (3, 6), (3, 3), (BF16, 4), dict(pages=2)),
     "pages": (3, 14, 2, 16, 8, 4, (3, 8, 6), (3, 0, 3), (BF16, F32), dict(pages=2)),
+    "latents-pages": (3, 4, 1, 36, 0, 4, (3, 8, 6), (3, 0, 3), (BF16, F32), dict(pages=2, rank=28)),
 }
 
 
@@ -53,6 +54,8 @@ def test_rope_append(name):
         caches = [Levels(jnp.full(shape, 7, jnp.uint8), jnp.ones((P, K, S, 2), jnp.float16))] * 2
     else:
         caches = [normal(P, K, S, H, dtype=cache_dtype) for _ in range(2)]
+    if rank := options.pop("rank", 0):
+        caches = [Latents(caches[0], rank), None]
     args = (*new, *angles, *caches, jnp.array(start), jnp.array(count))
     got = jax.jit(partial(triton.rope_append, **options, interpret=True))(*args)
     want = jax.jit(partial(reference_append.rope_append, **options))(*args)

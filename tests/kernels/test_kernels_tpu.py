@@ -17,8 +17,8 @@ from paths import ROOT, SUPPORT
 from quick import full_except
 
 from xinfer_jax import kernels_pallas
-from xinfer_jax.kernels_pallas import HeadNorms, SideBySide, reference, reference_append
-from xinfer_jax.kernels_pallas.key_layouts import join, quantize
+from xinfer_jax.kernels_pallas import HeadNorms, Latents, SideBySide, reference, reference_append
+from xinfer_jax.kernels_pallas.key_layouts import LANES, join, quantize
 
 pytestmark = pytest.mark.newest
 
@@ -33,6 +33,9 @@ def run(kernel, *args, **options):
 
 def side_by_side(args):
     (q, k, v, start, length) = args
+    if isinstance(k, Latents):
+        widths = [(0, 0)] * 3 + [(0, -k.shape[3] % LANES)]
+        return q, Latents(jnp.pad(k.values, widths), k.rank), v, start, length
     return q, join(k, v), None, start, length
 
 
@@ -57,6 +60,10 @@ ATTENTION = {
     "width-512-pages-sink": (BF16, 1, 8, 2, 0, 512, (150, 0, -1), (151, 1, 0), dict(pages=3, sink=True)),
     "width-512-ring-int8": (F32, 5, 4, 2, 128, 512, (250, 3), (255, 5), dict(bits=8, ring=True, window=60)),
     "width-512-prompt-cap": (BF16, 40, 3, 1, 128, 512, (60, 0), (100, 40), dict(soft_cap=2.0)),
+    "latents-20-heads-bf16": (BF16, 1, 20, 1, 320, 576, (299, 0, -1), (300, 1, 0), dict(rank=512)),
+    "latents-drafts-pages": (F32, 3, 8, 2, 0, 160, (150, 0), (153, 2), dict(rank=128, pages=3)),
+    "latents-17-queries-in-tiles": (BF16, 17, 64, 1, 128, 192, (60, 0), (77, 10), dict(rank=128)),
+    "latents-prompt": (F32, 40, 5, 1, 128, 192, (60, 0, 3), (97, 37, 4), dict(rank=128)),
 }
 
 
@@ -84,7 +91,7 @@ def test_attention_of_a_row_has_the_same_bits_beside_others():
 
 
 def append_case(  # noqa: PLR0913
-    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=(), **options
+    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=(), rank=0, **options
 ):
     draws = np.random.RandomState(T + S)
     B = len(start)
@@ -100,6 +107,9 @@ def append_case(  # noqa: PLR0913
     if pages:
         options["table_BP"] = draws.permutation(np.arange(1, rows)).reshape(B, pages).astype(np.int32)
     counts = (np.array(x, np.int32) for x in (start, count))
+    if rank:
+        latents = Latents(jnp.pad(old[0], [(0, 0)] * 3 + [(0, -H % LANES)]), rank)
+        return (q, k, v, None, None, latents, None, *counts), options
     return (q, k, v, np.cos(angle_BTP), np.sin(angle_BTP), kv, None, *counts), options
 
 
@@ -113,6 +123,9 @@ APPEND = {
     "pages-int8": (BF16, 5, 2, 64, 64, (62, 190), (5, 3), dict(pages=3, quantized=True, capacity=192)),
     "prompt-pages": (BF16, 100, 2, 64, 64, (60, 0), (100, 64), dict(pages=3)),
     "prompt-int8": (F32, 100, 1, 256, 64, (60, 250), (100, 64), dict(quantized=True)),
+    "latents": (BF16, 1, 1, 64, 576, (5, 63, 64, 20), (1, 1, 1, 0), dict(rank=512, capacity=64)),
+    "latents-pages-17-tokens": (F32, 17, 2, 64, 160, (60, 130), (17, 3), dict(rank=128, pages=3)),
+    "latents-prompt": (BF16, 100, 1, 256, 160, (60, 250), (100, 64), dict(rank=128)),
 }
 
 
@@ -146,6 +159,9 @@ def test_select_states_its_reasons():
     def kv(slots, width, dtype, scale=None):
         return SideBySide(SD((2, 2, slots, 2 * width), dtype), scale)
 
+    def latents(width, rank, dtype=BF16):
+        return Latents(SD((2, 1, 64, width), dtype), rank), None
+
     apart = SD((2, 2, 64, 64), jnp.bfloat16)
     bias = kernels_pallas.KeyBias(None, None, None)
     for kernel, args, reason in [
@@ -157,6 +173,10 @@ def test_select_states_its_reasons():
         ("decode_attention", (Q, kv(64, 64, jnp.uint8), None), "dtype uint8 without scales"),
         ("decode_attention", (Q, kv(8200, 64, BF16), None), "8200 slots of a row, not a multiple of 64"),
         ("rope_append", (Q, kv(72, 64, BF16), None), "72 slots, not a multiple of 16"),
+        ("decode_attention", (Q, *latents(576, 512)), "latents of 512 numbers in keys of 576, not multiples"),
+        ("decode_attention", (Q, *latents(256, 96)), "latents of 96 numbers in keys of 256, not multiples"),
+        ("decode_attention", (Q, *latents(256, 128, F32)), "dtypes bfloat16, float32"),
+        ("decode_attention", (Q, *latents(256, 128), bias), "latents with a bias of keys"),
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select(kernel, "tpu", *args)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from xinfer_jax.kernels_pallas import KeyBias
+from xinfer_jax.kernels_pallas import KeyBias, Latents
 from xinfer_jax.kernels_pallas.key_layouts import quantize
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -19,8 +19,12 @@ def paged(draws, length, pages):
     return table_BP, np.isin(np.arange(pool), table_BP[table_BP > 0])
 
 
-def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink=False, pairs=0, **options):  # noqa: PLR0913
-    """Arguments and options of an attention kernel. Keys that no query may see are NaN."""
+def attention_case(
+    dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink=False, pairs=0, rank=0, **options
+):  # noqa: PLR0913
+    """Arguments and options of an attention kernel. Keys that no query may see are NaN. rank: of `Latents`,
+    in place of keys and values.
+    """
     draws = np.random.RandomState(N * H + T)
     B = len(length)
     rows, slots = (1 + B * pages, PAGE) if pages else (B, S)
@@ -40,6 +44,7 @@ def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink
     if pairs:
         parts = (K, PAGE, H), (max(length) // PAGE + 1, pairs), (max(length) // PAGE + 1, pairs)
         options["key_bias"] = KeyBias(*(jnp.asarray(draws.standard_normal(part), F32) for part in parts))
+    k, v = (Latents(k, rank), None) if rank else (k, v)
     return (q_BTNH, k, v, np.array(start, np.int32), np.array(length, np.int32)), options
 
 
