@@ -19,9 +19,9 @@ def paged(draws, length, pages):
     return table_BP, np.isin(np.arange(pool), table_BP[table_BP > 0])
 
 
-def attention_case(
+def attention_case(  # noqa: PLR0913
     dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink=False, pairs=0, rank=0, **options
-):  # noqa: PLR0913
+):
     """Arguments and options of an attention kernel. Keys that no query may see are NaN. rank: of `Latents`,
     in place of keys and values.
     """
