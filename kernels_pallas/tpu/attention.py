@@ -1,6 +1,7 @@
 """Flash attention for TPUs over contiguous caches, rings and pages: prefill and decode are one kernel."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,13 +60,14 @@ def prefill_attention(  # noqa: PLR0913
     block = settings.block_rows
     if rank:
         q = _by_key_head(q_BTNH, K, rows, settings)
-        one_tile = pl.BlockSpec((1, 1, *q.shape[2:]), lambda b, t, *_: (b, t, 0, 0, 0))
+        one_tile = _blocks((1, 1, K, rows), lambda b, t, *_: (b, t, 0, 0, 0))
     elif block:  # rows of one token each
         q = q_BTNH.reshape(1, B, N * H)
-        one_tile = pl.BlockSpec((1, block, N * H), lambda b, t, *_: (0, lax.div(b, block), 0))
+        one_tile = _blocks((1, block), lambda b, t, *_: (0, lax.div(b, block), 0))
     else:
         q = q_BTNH.reshape(B, T, N * H)
-        one_tile = pl.BlockSpec((1, settings.tokens, N * H), lambda b, t, *_: (b, t, 0))
+        one_tile = _blocks((1, settings.tokens), lambda b, t, *_: (b, t, 0))
+    out_width = rank or q.shape[-1]
     offset_R = np.tile(np.arange(settings.tokens, dtype=np.int32), N // K)  # the token of each row of a tile
     constants: dict[str, Any] = {"offset": _pad(offset_R, 0, rows)[:, None]}
     if sink_N is not None:
@@ -76,25 +78,23 @@ def prefill_attention(  # noqa: PLR0913
         factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
         constants["angle"] = jnp.concatenate(factors, -1)
     inputs |= {"q": q} | constants
-    specs = [one_tile, *[pl.BlockSpec()] * len(constants)]
+    specs = [one_tile(q.shape[-1]), *[pl.BlockSpec()] * len(constants)]
     kv = keep_in_hbm(kv_PKSX, interpret)
     inputs["kv"] = kv.values
     if kv.scale is not None:
         inputs["scale"] = kv.scale
     specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
     scratch = _scratch(q_BTNH, kv_PKSX, rows, settings)
-    out_shape = (*q.shape[:-1], rank or q.shape[-1])
-    out_tile = pl.BlockSpec((*one_tile.block_shape[:-1], out_shape[-1]), one_tile.index_map)
     out = pl.pallas_call(
         partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
             grid=(B, settings.tiles),
             in_specs=specs,
-            out_specs=out_tile,
+            out_specs=one_tile(out_width),
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=result_type(out_shape, q.dtype, *inputs.values()),
+        out_shape=result_type((*q.shape[:-1], out_width), q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
             disable_bounds_checks=True,
             vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt or rank else None,
@@ -106,6 +106,11 @@ def prefill_attention(  # noqa: PLR0913
 
 
 decode_attention = prefill_attention  # of few tokens per row
+
+
+def _blocks(shape: tuple[int, ...], index: Callable) -> Callable[[int], pl.BlockSpec]:
+    """Returns a function that gives the blocks of this shape and of a width in lanes."""
+    return lambda width: pl.BlockSpec((*shape, width), index)
 
 
 def _by_key_head(q_BTNH, K: int, rows: int, settings: Settings) -> jax.Array:

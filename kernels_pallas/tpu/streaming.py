@@ -66,8 +66,11 @@ class Step(NamedTuple):
     scratch: Any
 
 
-def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:
-    forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
+def settings_of(  # noqa: PLR0913
+    x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None, dtype=None
+) -> Settings:
+    """Returns the settings of a call. dtype: the dtype in which x is multiplied. None: its own dtype."""
+    forms = tuple(Form.of(matrix, dtype or x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
     is_resident = size <= RESIDENT_BYTES
     steps = 1 if is_resident else max(1, round(size / STEP_BYTES))

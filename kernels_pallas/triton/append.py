@@ -32,21 +32,21 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache. XLA
-    copies the cache if it is used again. It takes the arguments of the reference, and returns its results.
-    interpret: True: run on any device, slowly, by Pallas's interpreter.
+    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache: of
+    `Latents` the keys alone. XLA copies the cache if it is used again.
+
+    It takes the arguments of the reference, and returns its results. interpret: True: run on any device,
+    slowly, by Pallas's interpreter.
     """
     B, T, N, H = q_BTNH.shape
     K, S = k_PKSH.shape[1:3]
     if not ring:
         capacity = min(capacity, S if table_BP is None else S * table_BP.shape[1])
     inputs = {"start": start_B, "count": num_tokens_B, "new_k": k_BTKH}
-    caches = (k_PKSH, v_PKSH)
-    names = ("k", "k_scale", "v", "v_scale") if isinstance(k_PKSH, Levels) else ("k", "v")
-    if isinstance(k_PKSH, Latents):
-        names = ("k",)
-    else:
+    if not isinstance(k_PKSH, Latents):
         inputs["new_v"] = v_BTKH
+    caches = (k_PKSH, v_PKSH)
+    names = _cache_names(k_PKSH)
     outs = dict(zip(names, jax.tree.leaves(caches), strict=True))
     if table_BP is not None:
         inputs["table"] = table_BP
@@ -66,6 +66,13 @@ def rope_append(  # noqa: PLR0913
     )(*arrays)
     k_PKSH, v_PKSH = jax.tree.unflatten(jax.tree.structure(caches), results[: len(names)])
     return q_BTNH if pairs == 0 else results[-1], k_PKSH, v_PKSH
+
+
+def _cache_names(k: Any) -> tuple[str, ...]:
+    """Returns the names of the arrays of a cache with such keys."""
+    if isinstance(k, Latents):
+        return ("k",)
+    return ("k", "k_scale", "v", "v_scale") if isinstance(k, Levels) else ("k", "v")
 
 
 def _kernel(*refs, settings: _Settings):

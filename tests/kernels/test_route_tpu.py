@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
+from quick import full_except
 
 from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.config.run_config import RunConfig
@@ -46,7 +47,11 @@ def check(draws, name, rows, dtype, **changes):
     config, layer = model(name, **changes)
     weight = layer["router"]["weight"]
     layer["router"]["weight"] = weight.at[1::3].set(weight[: len(weight[1::3])])  # equal scores
-    layer = jax.tree.map(lambda x: jnp.asarray(x, dtype), layer)
+    router_dtype = jnp.float32 if config.experts.router.kind == "grouped_topk" else dtype
+    layer = {
+        part: jax.tree.map(lambda x, to=router_dtype if part == "router" else dtype: jnp.asarray(x, to), leaf)
+        for part, leaf in layer.items()
+    }
     x_BTD = jnp.asarray(draws.standard_normal((rows, 1, config.hidden_size)), dtype)
     bad = draws.integers(rows)
     x_BTD = x_BTD.at[bad, 0, 0].set(jnp.nan) if rows > 1 else x_BTD
@@ -57,7 +62,8 @@ def check(draws, name, rows, dtype, **changes):
     assert np.allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2**-6, equal_nan=True)
     bare = {part: leaf for part, leaf in layer.items() if part != "mlp_norm"}
     _, _, weight_MU, expert_MU = jax.jit(plain)(got[0], bare, None)
-    np.testing.assert_array_equal(got[3], expert_MU)
+    is_real = np.arange(rows) != bad if getattr(config.experts.router, "n_group", 1) > 1 else slice(None)
+    np.testing.assert_array_equal(got[3][is_real], expert_MU[is_real])  # no group of NaN is the best one
     np.testing.assert_allclose(got[2], weight_MU, rtol=1e-4)
     if got[1] is not None:  # the layer rounds the product too
         gate_BT1 = np.asarray(jax.nn.sigmoid(linear(got[0], layer["shared_gate"], jnp.float32)))
@@ -70,6 +76,20 @@ def check(draws, name, rows, dtype, **changes):
 @pytest.mark.parametrize(("name", "rows", "dtype"), [(NAME, 3, BF16), ("gpt-oss-published", 9, jnp.float32)])
 def test_chooses_as_the_layer(name, rows, dtype):
     check(np.random.default_rng(0), name, rows, dtype, **NORMALIZED if name == NAME else {})
+
+
+GROUPED = {  # a family of each scoring function and of each kind of groups
+    "deepseek-v3-yarn-groups": (3, BF16),
+    "deepseek-v2-groups": (9, jnp.float32),
+    "deepseek-v2-greedy": (1, BF16),
+    "glm4-moe-lite-defaults": (8, BF16),
+}
+
+
+@pytest.mark.parametrize("name", full_except(["deepseek-v3-yarn-groups"], GROUPED))
+def test_chooses_within_groups_as_the_layer(name):
+    rows, dtype = GROUPED[name]
+    check(np.random.default_rng(0), name, rows, dtype)
 
 
 @pytest.mark.soak
@@ -122,3 +142,6 @@ def test_what_it_takes():
     assert chosen(layer=layer, config=config) == "xla"
     config, _ = model(NAME)
     assert chosen(config=config) == "xla"
+    config, layer = model("glm4-moe-groups")
+    layer["router"]["bias"] = jnp.zeros(config.num_experts)
+    assert chosen(layer=layer, config=config) == "xla"

@@ -15,12 +15,8 @@ import tiny
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
-from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.config.layer_spec import ExpertsSpec
-from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.grouped_topk import GroupedTopkRouter, GroupedTopkSpec
-from xinfer_jax.feed_forward.mixture import route
-from xinfer_jax.ops.operation import Call
 from xinfer_jax.weights.param_specs import param_specs
 
 pytestmark = pytest.mark.oldest
@@ -163,15 +159,6 @@ def test_generated_tokens_by_cache_and_drafts(model):
 @pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
     family_checks.check_engine_bits(model)
-
-
-def test_the_kernel_before_experts_serves_softmax_alone(model):
-    params, config, _ = model
-    layer = {name: params["layers"][1][name] for name in ("router", "mlp_norm")}
-    x_BTD = jnp.ones((1, 1, config.hidden_size))
-    operands = dict(x_BTD=x_BTD, leaves=layer, given_BTU=None)
-    selected = ROUTE.select(Call(route, operands, dict(config=config), RunConfig("interpret_tpu")))
-    assert selected == ("xla", "a router of the kind 'grouped_topk'")
 
 
 # --- files --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A mixture of experts by a kernel, and the operations before it by another kernel."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -90,28 +91,42 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
     """
     leaves = call.operands["leaves"]
     impl = call.run_config.impl
-    router: Any = call.static["config"].experts.router
-    reason = None
     if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
-        reason = "a kernel for TPUs"
-    elif router.kind != "softmax":
-        reason = f"a router of the kind {router.kind!r}"
-    elif "mlp_norm" in leaves and call.static["config"].layers[0].centered_norms:
-        reason = "a norm that subtracts the mean"
-    elif call.operands["given_BTU"] is not None or router.input_scale or router.per_expert_scale:
-        reason = "experts that are given, or a router with a norm or scales of its own"
-    elif not router.norm_topk_prob:
-        reason = "weights that do not sum to 1"
-    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(leaves)):
-        reason = "a router that is no array"
-    elif "bias" in leaves.get("shared_gate", {}):
-        reason = "a gate with a bias"
-    elif leaves["router"]["weight"].size > _MOST_NUMBERS:
-        reason = "a router too large for on-chip memory"
-    if reason:
+        return kernels_pallas.Selection("xla", "a kernel for TPUs")
+    router: Any = call.static["config"].experts.router
+    if reason := _route_obstacle(call) or _router_obstacle(router, leaves["router"]):
         return kernels_pallas.Selection("xla", reason)
-    operands = Operands(call.operands["x_BTD"], _route_leaves(leaves), leaves.get("mlp_norm"))
-    return select_product(impl, operands, None)
+    x_BTD = call.operands["x_BTD"]
+    if router.kind == "grouped_topk":  # it multiplies in the dtype of the router
+        x_BTD = jax.ShapeDtypeStruct(x_BTD.shape, leaves["router"]["weight"].dtype)
+    return select_product(impl, Operands(x_BTD, _route_leaves(leaves), leaves.get("mlp_norm")), None)
+
+
+def _route_obstacle(call: Call) -> str | None:
+    """Returns the reason why no kernel takes the operations before experts, whatever the router."""
+    leaves = call.operands["leaves"]
+    if "mlp_norm" in leaves and call.static["config"].layers[0].centered_norms:
+        return "a norm that subtracts the mean"
+    if call.operands["given_BTU"] is not None:
+        return "experts that are given"
+    if not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(leaves)):
+        return "a router that is no array"
+    if "bias" in leaves.get("shared_gate", {}):
+        return "a gate with a bias"
+    return None
+
+
+def _router_obstacle(router: Any, leaf: Params) -> str | None:
+    """Returns the reason why no kernel has such a router, or None."""
+    if leaf["weight"].size > _MOST_NUMBERS:
+        return "a router too large for on-chip memory"
+    if router.kind == "grouped_topk":
+        return "a router with a bias of its logits" if "bias" in leaf else None
+    if router.kind != "softmax":
+        return f"a router of the kind {router.kind!r}"
+    if router.input_scale or router.per_expert_scale:
+        return "a router with a norm or scales of its own"
+    return None if router.norm_topk_prob else "weights that do not sum to 1"
 
 
 def _route_leaves(layer: Params) -> list[Params]:
@@ -120,11 +135,17 @@ def _route_leaves(layer: Params) -> list[Params]:
 
 def _run_route(kernel: str, x_BTD, leaves: Params, given_BTU, config: ModelConfig) -> tuple:
     matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(leaves)]
+    router: Any = config.experts and config.experts.router
+    grouped = None
+    if router.kind == "grouped_topk":
+        grouped = dataclasses.asdict(router)
+        del grouped["correction_bias"]
+        matrices[0] = matrices[0]._replace(bias=leaves["router"].get("correction_bias"))
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
     args = x_MD, matrices, leaves.get("mlp_norm")
     x_MD, weight_MU, expert_MU, *gates = kernels_pallas.run_kernel(
-        kernel, "route", *args, count=config.num_experts_per_tok, **of_norm
+        kernel, "route", *args, count=config.num_experts_per_tok, grouped=grouped, **of_norm
     )
     x_BTD, *gates = (y_MD.reshape(x_BTD.shape) for y_MD in (x_MD, *gates))
     return x_BTD, gates[0] if gates else None, weight_MU, expert_MU
