@@ -190,6 +190,9 @@ def _append_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall
             options = dict(capacity=capacity, ring=keys == "ring")
             arguments = partial(_append_arguments, is_tpu, keys, sizes)
             yield KernelCall(impl, "rope_append", f"{label} {keys}", arguments, options)
+    sizes = 8, 1, 20, 1, 576, 0, "bfloat16"
+    arguments = partial(_append_arguments, is_tpu, "latents", sizes)
+    yield KernelCall(impl, "rope_append", "576 bfloat16 latents", arguments, dict(capacity=_PAGES * _PAGE))
 
 
 def _append_arguments(is_tpu: bool, keys: str, sizes: tuple) -> Arguments:

@@ -4,6 +4,7 @@ copies a cache, or weights. Prints a line for each. The exit code is 1 where one
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/support/compile_for_tpu.py v5e
 """
 
+import math
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from xinfer_jax import kernels_pallas
-from xinfer_jax.kernels_pallas import HeadNorms, Mxfp4, SideBySide
+from xinfer_jax.kernels_pallas import HeadNorms, Latents, Mxfp4, SideBySide
 from xinfer_jax.kernels_pallas.key_layouts import scale_rows
 from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from xinfer_jax.kernels_pallas.reference_products import Matrix
@@ -30,7 +31,10 @@ MODELS = {
     "gemma3": (1, 4, 256, 512),
     "gemma4": (2, 8, 512, None),
     "MHA": (32, 1, 128, None),
+    "GLM-4.7-Flash": (1, 20, 576, None),
+    "DeepSeek-V3": (1, 128, 576, None),
 }
+RANKS = {"GLM-4.7-Flash": 512, "DeepSeek-V3": 512}  # of their latents
 # Model, rows, tokens of a row, where the cache is, its dtype: each width, place, dtype and kind of call.
 CASES = [
     ("0.5B", 64, 1, "pages", BF16),
@@ -41,6 +45,9 @@ CASES = [
     ("gemma4", 64, 17, "pages", BF16),
     ("gemma4", 1, 2048, "contiguous", INT8),
     ("MHA", 8, 1, "pages", BF16),
+    ("GLM-4.7-Flash", 64, 1, "pages", BF16),
+    ("GLM-4.7-Flash", 1, 2048, "pages", BF16),
+    ("DeepSeek-V3", 8, 17, "contiguous", BF16),
 ]
 CAPACITY = 4096
 RING = 1024
@@ -71,9 +78,13 @@ def arguments(device, model, rows, tokens, place, dtype):
     P = 1 + rows * CAPACITY // 64 if place == "pages" else rows
     parts = scale_rows(slots)
     scale = shape(P, K, parts, 4 * slots // parts, dtype=F32) if dtype == INT8 else None
-    kv = SideBySide(shape(P, K, slots, 2 * H, dtype=dtype), scale)
     new = [shape(rows, tokens, heads, H, dtype=of_q) for heads in (K * G, K, K)]
-    new += [shape(rows, tokens, H // 2, dtype=F32)] * 2
+    if model in RANKS:
+        kv = Latents(shape(P, K, slots, 128 * -(-H // 128), dtype=dtype), RANKS[model])
+        new += [None] * 2
+    else:
+        kv = SideBySide(shape(P, K, slots, 2 * H, dtype=dtype), scale)
+        new += [shape(rows, tokens, H // 2, dtype=F32)] * 2
     table = shape(rows, CAPACITY // 64) if place == "pages" else None
     return new, kv, shape(rows), shape(rows), table
 
@@ -104,6 +115,7 @@ def step(model, place, new, kv, start_B, count_B, table_BP):
         kernel = "decode_attention" if q.shape[1] <= 17 else "prefill_attention"
         args = q, kv, None, start_B, start_B + count_B
         out = kernels_pallas.run_kernel("tpu", kernel, *args, scale=H**-0.5, window=window, **options)
+        out = jnp.pad(out, [(0, 0)] * 3 + [(0, H - out.shape[3])])  # values are narrower than latent keys
         return kv, start_B + count_B, out
 
     state = kv, start_B, new[0]
@@ -155,6 +167,19 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
 
 # Rows, experts, choices of a row, hidden size, outputs of the gate of a shared expert.
 ROUTES = [(8, 256, 8, 2048, 1), (64, 32, 4, 2880, 0)]
+_V3 = dict(scoring_func="sigmoid", n_group=8, topk_group=4, group_score="top2", masked_score=-math.inf)
+_V3 |= dict(norm_topk_prob=True, norm_epsilon=1e-20, norm_minimum=0.0, routed_scaling_factor=2.5)
+# The rows, and the experts and settings of a grouped router.
+GROUPED_ROUTES = [(8, 256, 8, 7168, "8 groups"), (64, 64, 4, 2048, "1 group")]
+
+
+def compile_grouped_route(device, rows, X, count, width, groups) -> None:
+    shape = shapes_on(device, F32)
+    grouped = _V3 if groups == "8 groups" else _V3 | dict(n_group=1, topk_group=1)
+    args = shape(rows, width, dtype=BF16), [Matrix(shape(X, width), bias=shape(X))], shape(width, dtype=BF16)
+    compiled(
+        partial(kernels_pallas.run_kernel, "tpu", "route", count=count, eps=1e-6, grouped=grouped), *args
+    )
 
 
 def compile_route(device, rows, X, count, width, shared) -> None:
@@ -310,6 +335,7 @@ def compile_all(device, tpu: str) -> int:
     kinds = [
         ("product", compile_product, PRODUCTS),
         ("route", compile_route, ROUTES),
+        ("grouped route", compile_grouped_route, GROUPED_ROUTES),
         ("experts", compile_experts, EXPERTS),
         ("embedding", compile_embedding, EMBEDDINGS),
         ("delta_step", compile_delta_step, DELTA_STEPS),
