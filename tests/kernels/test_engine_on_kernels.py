@@ -1,12 +1,17 @@
 """The engine and quantized caches on emulated kernels."""
 
+import contextlib
+
+import family_checks
 import jax
 import numpy as np
+import parity_cases as cases
 import pytest
 from random_matrices import quantized_experts, random_params
 from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
+from xinfer_jax import kernels_pallas
 from xinfer_jax.families.reading import from_hf
 
 pytestmark = [
@@ -19,8 +24,14 @@ pytestmark = [
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16)
 
 
+def latent_model(**changes):
+    """A model whose layer has latent attention and an MLP."""
+    return family_checks.small_model(cases.CASES["deepseek-v3-yarn-groups"], num_hidden_layers=1, **changes)
+
+
 @pytest.mark.parametrize(
-    "family, cache_dtype", [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16")]
+    "family, cache_dtype",
+    [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16"), ("deepseek_v3", None)],
 )
 def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtype):
     """The mixture of experts is in bfloat16, so that products and experts are kernels too. Experts of one
@@ -28,13 +39,15 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
     """
     if family == "qwen2":
         params, config = build("qwen2")
+    elif family == "deepseek_v3":
+        params, config, _ = latent_model()
     else:
         config = from_hf(QWEN | EXPERTS | dict(model_type=family, hidden_size=64))
         params = random_params(config, dtype="bfloat16")
         first, *others = params["layers"]
         params["layers"] = quantized_experts(first, "int4", 32), *others
     model = xj.Model(params, config)
-    asked = prompts(3, 130)
+    asked = [[token % config.vocab_size for token in prompt] for prompt in prompts(3, 130)]
     options = [
         xj.GenerateOptions(max_tokens=9),
         xj.GenerateOptions(
@@ -79,3 +92,25 @@ def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype
 
     want = logits("xla")
     np.testing.assert_allclose(logits("interpret"), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("impl", ["interpret", "interpret_tpu"])
+def test_logits_over_latents_are_those_of_xla(impl):
+    is_tpu = impl == "interpret_tpu"
+    params, config, prompts = latent_model(kv_lora_rank=128 if is_tpu else 28)
+    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
+    as_tpu = kernels_pallas.assume_device(None, "TPU v6 lite", "tpu")
+
+    def logits(impl):
+        cache = xj.init_cache(config, len(prompts), 128)
+        assert cache.layers[0].k.values.shape[3] == (256 if is_tpu else 36)  # lanes are filled
+        out_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache, impl=impl)
+        outs = [out_BV]
+        for token in (1, 2):
+            out_BV, cache = xj.decode_step(params, config, np.full(len(prompts), token), cache, impl=impl)
+            outs.append(out_BV)
+        return np.stack(outs)
+
+    with as_tpu if is_tpu else contextlib.nullcontext():
+        np.testing.assert_allclose(logits(impl), logits("xla"), atol=1e-4)
+        assert xj.kernels_used(params, config, impl=impl)["decode_attention"].impl == impl
