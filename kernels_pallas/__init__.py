@@ -44,6 +44,8 @@ Attention:
   so it has up to 8 stages.
 - The G queries of a key head, of all tokens, are rows of one tile. This wastes arithmetic, which is free
   while memory is the limit.
+- The keys of latent attention (`Latents`) have their values as their first numbers. A block is loaded once
+  for both products. All heads share it, so partial results are large: there are half as many splits.
 - Values beyond the length are zeros: a weight of 0 does not remove a NaN. Triton loads them with a mask.
   Mosaic writes zeros to shared memory, in the one block that contains the end. In prefill the warpgroup that
   loads writes them before it passes the block on, so there is no race.
@@ -65,6 +67,8 @@ Attention on TPUs:
 - Keys and values past the length are zeros on TPUs too. They are written to the buffer, at the ends of the
   part that a tile of queries sees, because the copy left the earlier content there. Levels are never NaN, and
   their scales are masked.
+- Queries of latents and their results are put into rows by XLA: 128 heads of 576 numbers would not fit in
+  on-chip memory in the form of products. Keys of 576 numbers are stored in 640, of which the last are zeros.
 - The scale of int8 pages is [P, K, 2, 128], not [P, K, 4, 64], whose lanes would be half empty.
 - A kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales of a
   small cache to on-chip memory first.

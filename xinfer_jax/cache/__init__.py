@@ -19,7 +19,8 @@ Decisions:
 
 - The layout is [B, K, S, H]: the keys of one row and head are one matrix. So nothing is transposed, and a
   block of keys is contiguous, as a kernel's bulk copy needs it. In a process with TPUs keys and values of
-  float and int8 caches are side by side, [B, K, S, 2H], so that they fill lanes of 128.
+  float and int8 caches are side by side, [B, K, S, 2H], so that they fill lanes of 128. Latents are padded
+  to lanes there.
 - Padding is never written. Tokens beyond the capacity are dropped and flagged (`overflow_B`), so only the
   real part of a padded prompt has to fit.
 - A layer with a sliding window has a ring of the window and 511 more slots, if that is shorter than the
