@@ -45,7 +45,7 @@ Attention:
 - The G queries of a key head, of all tokens, are rows of one tile. This wastes arithmetic, which is free
   while memory is the limit.
 - The keys of latent attention (`Latents`) have their values as their first numbers. A block is loaded once
-  for both products. All heads share it, so partial results are large: there are half as many splits.
+  for both products. All heads share it, so partial results are large: there is one split per multiprocessor.
 - Values beyond the length are zeros: a weight of 0 does not remove a NaN. Triton loads them with a mask.
   Mosaic writes zeros to shared memory, in the one block that contains the end. In prefill the warpgroup that
   loads writes them before it passes the block on, so there is no race.

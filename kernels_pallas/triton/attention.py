@@ -19,11 +19,12 @@ from .parts import tile_size
 STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks, if memory holds them
 _MOST_STAGES = 8
 _SHARED = 96 * 1024  # bytes of a tile of queries and of blocks of keys: RTX cards have 99 KB
-# Blocks of latents of a split, at least: the partial result of 20 queries has the bytes of a block.
-_LATENT_BLOCKS = 2
 _NO_LIMIT = 2**31 - 1
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 _ENOUGH = 100  # programs that are not split: three quarters of these, nearly all 108 of an A100
+# A program of latents takes the registers of a multiprocessor: if not all run at once, some wait for all.
+_LATENT_PROGRAMS = PROGRAMS // 2
+_LATENT_BLOCKS = 2  # of a split, at least: a partial result of 20 queries has the bytes of a block
 # Bytes that a program of decode has in flight. An H200 delivers 4.8 TB/s, and a load takes about 0.8 µs:
 # 29 KB for each multiprocessor, which may have only one program.
 _IN_FLIGHT = 32 * 1024
@@ -69,11 +70,12 @@ def decode_attention(  # noqa: PLR0913
         most = settings.slots if ring else settings.positions
         if window is not None:  # of the queries of a row, in whole blocks
             most = min(most, window + T - 2 + settings.keys)
-        programs, least_keys = PROGRAMS, settings.keys
+        wanted = 1 if tiles >= _ENOUGH else pl.cdiv(PROGRAMS, tiles)
+        least = settings.keys
         if settings.rank:
-            programs, least_keys = PROGRAMS // 2, _LATENT_BLOCKS * settings.keys
-        wanted = 1 if tiles >= _ENOUGH else pl.cdiv(programs, tiles)
-        splits = max(1, min(wanted, pl.cdiv(most, least_keys)))
+            wanted = _LATENT_PROGRAMS // tiles
+            least *= _LATENT_BLOCKS
+        splits = max(1, min(wanted, pl.cdiv(most, least)))
     ahead = pl.cdiv(_IN_FLIGHT, _block_bytes(k_PKSH, settings.keys))
     stages = min(max(settings.stages, 1 + ahead), _MOST_STAGES)
     settings = settings._replace(splits=splits, stages=stages)
