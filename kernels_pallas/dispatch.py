@@ -151,7 +151,7 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         raise ValueError(unavailable_reason(impl))
     if reason := without_kernel_reason(kernel, impl):
         return Selection("xla", reason)
-    chosen = backend_of(kernel, impl)
+    chosen = backend_of(kernel, impl, args)
     if chosen != "xla" and (reason := obstacle or unsupported_reason(kernel, chosen, args)):
         raise ValueError(
             f"impl={impl!r} does not support {kernel} here: {reason}; use impl='xla', or None to choose"
@@ -166,13 +166,13 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
         return Selection("xla", name)
     if reason := without_kernel_reason(kernel, device):
         return Selection("xla", reason)
-    chosen = backend_of(kernel, device)
+    chosen = backend_of(kernel, device, args)
     reason = obstacle or slower_reason(kernel, chosen, args)
     if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
         return Selection(chosen, name)
-    if chosen == "mosaic" and kernel.endswith("attention") and obstacle is None:
-        if not (slower_reason(kernel, "triton", args) or unsupported_reason(kernel, "triton", args)):
-            return Selection("triton", f"{name}; {reason}")
+    is_attention = kernel.endswith("attention") and obstacle is None
+    if chosen == "mosaic" and is_attention and unsupported_reason(kernel, "triton", args) is None:
+        return Selection("triton", f"{name}; {reason}")
     return Selection("xla", reason)
 
 

@@ -23,9 +23,12 @@ _TPU_COPY_BYTES = 2**21
 _TPU_STATE_BYTES = 2**22  # of a row
 
 
-def backend_of(kernel: str, impl: str) -> str:
-    """Returns the implementation that serves a kernel for this one: Mosaic has not every kernel."""
-    return "triton" if impl == "mosaic" and kernel in _TRITON_ONLY else impl
+def backend_of(kernel: str, impl: str, args: tuple[Any, ...] = ()) -> str:
+    """Returns the implementation that serves a kernel for this one: Mosaic has not every kernel, and none for
+    `Latents` among the arguments.
+    """
+    is_triton_only = kernel in _TRITON_ONLY or any(isinstance(arg, Latents) for arg in args)
+    return "triton" if impl == "mosaic" and is_triton_only else impl
 
 
 def without_kernel_reason(kernel: str, impl: str) -> str | None:
@@ -246,8 +249,8 @@ def _unsupported_attention(
     heads, width = q.shape[-2:]
     if is_latent:
         width = k.rank
-        if impl == "mosaic" or key_bias is not None:
-            return "latents are for the Triton kernel, without a bias of keys"
+        if key_bias is not None:
+            return "latents with a bias of keys"
     widest = 256 if impl == "mosaic" else _WIDEST
     if width > widest:
         return f"head width {width} is above {widest}"

@@ -186,6 +186,28 @@ def test_select_states_its_reasons():
             kernels_pallas.select("prefill_attention", impl, *args)
 
 
+def test_latents_are_for_triton_on_every_gpu():
+    """Prompts have its kernel by name alone."""
+    q = SD((2, 1, 20, 576), jnp.bfloat16)
+    kv = SD((2, 1, 64, 576), jnp.bfloat16)
+    args = q, kernels_pallas.Latents(kv, 512), None
+    for capability in ((9, 0), (8, 0)):
+        with kernels_pallas.assume_device(capability, "here"):
+            assert kernels_pallas.select("decode_attention", None, *args) == ("triton", "here")
+            assert kernels_pallas.select("rope_append", None, *args).impl == "triton"
+            assert "often" in kernels_pallas.select("prefill_attention", None, *args).reason
+    for impl in ("mosaic", "triton"):
+        assert kernels_pallas.select("prefill_attention", impl, *args).impl == "triton"
+    bias = kernels_pallas.KeyBias(None, None, None)
+    for wrong, reason in [
+        ((q, kernels_pallas.Latents(kv, 520), None), "head width 520 is above 512"),
+        ((SD(q.shape, jnp.float32), *args[1:]), "different dtypes bfloat16, float32"),
+        ((*args, bias), "latents with a bias of keys"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            kernels_pallas.select("decode_attention", "triton", *wrong)
+
+
 def test_the_head_of_an_int8_vocabulary():
     """Kernels under every name are Triton's. float32 and int8 activations take logits."""
     config = from_hf(QWEN)
