@@ -68,6 +68,7 @@ def prefill_attention(  # noqa: PLR0913
         q = q_BTNH.reshape(B, T, N * H)
         one_tile = _blocks((1, settings.tokens), lambda b, t, *_: (b, t, 0))
     out_width = rank or q.shape[-1]
+    is_large = settings.is_prompt or rank > 0 and K * rows > _TILE_ROWS
     offset_R = np.tile(np.arange(settings.tokens, dtype=np.int32), N // K)  # the token of each row of a tile
     constants: dict[str, Any] = {"offset": _pad(offset_R, 0, rows)[:, None]}
     if sink_N is not None:
@@ -97,7 +98,7 @@ def prefill_attention(  # noqa: PLR0913
         out_shape=result_type((*q.shape[:-1], out_width), q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
             disable_bounds_checks=True,
-            vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt or rank else None,
+            vmem_limit_bytes=_PROMPT_LIMIT if is_large else None,
         ),
         interpret=emulator(interpret),
         name="attention",
