@@ -117,7 +117,8 @@ def _blocks(shape: tuple[int, ...], index: Callable) -> Callable[[int], pl.Block
 def _by_key_head(q_BTNH, K: int, rows: int, settings: Settings) -> jax.Array:
     """Returns the rows of each tile and key head, [B, tiles, K, rows, H], with a head's tokens in order."""
     B, _, N, H = q_BTNH.shape
-    tokens, tiles = settings.tokens, settings.tiles
+    tokens = settings.tokens
+    tiles = settings.tiles
     q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, N, H)
     return _pad(jnp.swapaxes(q, 2, 3).reshape(B, tiles, K, -1, H), 3, rows)
 

@@ -176,7 +176,8 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
         at = _slots_of_block(ref, row, block, settings)
         key_C = block * keys + jnp.arange(keys)
         k, k_scale = _load_block(ref, "k", at, key_C < length, dtype, settings)
-        v, v_scale = k[:1], None
+        v = k[:1]
+        v_scale = None
         if "v" in ref:
             v, v_scale = _load_block(ref, "v", at, key_C < length, dtype, settings)
         s_RC = sum(dot(q_RW, k_CW.T) for q_RW, k_CW in zip(queries.parts, k, strict=True))
