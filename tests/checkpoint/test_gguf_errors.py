@@ -114,6 +114,11 @@ TENSORS = {
     "four-axes": ("qwen3", "blk.0.x", np.zeros((1, 1, 2, 2), np.float32), "blk.0.x of type F32 has shape"),
     "no-rows": ("qwen3", "blk.0.x", np.zeros((0, 32), np.float32), "blk.0.x of type F32 has shape [0, 32]"),
     "nan": ("qwen3", "blk.0.attn_k.weight", NAN, "blk.0.attn_k.weight holds NaN or inf"),
+    "keys-by-head": ("deepseek2", "blk.0.attn_k_b.weight", np.zeros((4, 64, 32), np.float32),
+        "blk.0.attn_k_b.weight has shape [4, 64, 32], the metadata ask for [4, 32, 64]"),
+    "values-by-head": ("deepseek2", "blk.1.attn_v_b.weight", None, "missing blk.1.attn_v_b.weight [4, 96"),
+    "softmax-bias": ("deepseek2-softmax", "blk.1.exp_probs_b.bias", np.zeros(8, np.float32),
+        "unexpected blk.1.exp_probs_b.bias"),
     "growth": ("qwen35", "blk.0.ssm_a", np.ones(4, np.float32), "A_log holds NaN or inf"),
 }  # fmt: skip
 
