@@ -142,9 +142,44 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
-@pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
+@pytest.mark.parametrize(
+    "name",
+    ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults", "deepseek-v3-yarn-groups", "glm4-moe-groups"],
+)
 def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
-    """Experts apart. Several leaves are in one matrix. Widths are multiples of what a word holds."""
+    """Experts apart. Several leaves are in one matrix."""
+    path, equal, hf = _packed(tmp_path / "a", name, settings)
+    model = xj.load_model(path, "float32")
+    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+@pytest.mark.parametrize("settings", full_except([AWQ], [AWQ, GPTQ]), ids=lambda x: x["quant_method"])
+@pytest.mark.parametrize("is_like", [False, True])
+def test_awq_and_gptq_of_latent_attention_are_saved(tmp_path, settings, is_like):
+    """Keys and values are floats, in the tensor in which transformers has both. All others stay."""
+    path, _, _ = _packed(tmp_path / "a", "youtu-tied", settings)
+    model = xj.load_model(path, "float32")
+    xj.save_model(model.params, model.config, tmp_path / "b", like=path if is_like else None)
+    (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
+    both = {name for name in saved if ".kv_b_proj." in name}
+    assert both == {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3)}
+    others = {name for name in source if ".kv_b_proj." not in name}
+    assert {name for name in saved.keys() - both if not name.endswith("g_idx")} == others
+    for name in others:
+        np.testing.assert_array_equal(saved[name], source[name], err_msg=name)
+    again = xj.load_model(tmp_path / "b", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    written = str(again.config.quantization_config)
+    assert "kv_b_proj" in written and "k_up_proj" not in written
+
+
+# Widths in which words are full, as AWQ and GPTQ need them.
+_WIDTHS = dict(shared_expert_intermediate_size=24, kv_lora_rank=32, q_lora_rank=24)
+
+
+def _packed(path, name, settings):
+    """Writes a checkpoint of AWQ or GPTQ. Returns its path, the equal float tensors, and config.json."""
     random = np.random.default_rng(0)
 
     def encode(tensor, x):
@@ -152,15 +187,12 @@ def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, set
         return {tensor.removesuffix("weight") + part: array for part, array in parts.items()}, equal
 
     hf = dict(cases.CASES[name].hf)
-    hf |= {x: 24 for x in ("shared_expert_intermediate_size",) if x in hf}
+    hf |= {field: width for field, width in _WIDTHS.items() if hf.get(field)}
     stored = float_tensors(hf, name != "moe-defaults")
     for tensor in [tensor for tensor, x in stored.items() if x.ndim == 3 and "experts" in tensor]:
         stored |= _apart(tensor, stored.pop(tensor))
     (stored, equal) = convert(stored, encode)
-    path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
-    model = xj.load_model(path, "float32")
-    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
-    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+    return write(path, hf | dict(quantization_config=settings), stored), equal, hf
 
 
 def _apart(name, x):
