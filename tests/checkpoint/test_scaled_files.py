@@ -28,6 +28,7 @@ from scaled_checkpoints import (
     mxfp4,
     nvfp4,
     nvfp4_packed,
+    published_tensors,
     w4,
     write,
 )
@@ -188,19 +189,8 @@ def _packed(path, name, settings):
 
     hf = dict(cases.CASES[name].hf)
     hf |= {field: width for field, width in _WIDTHS.items() if hf.get(field)}
-    stored = float_tensors(hf, name != "moe-defaults")
-    for tensor in [tensor for tensor, x in stored.items() if x.ndim == 3 and "experts" in tensor]:
-        stored |= _apart(tensor, stored.pop(tensor))
-    (stored, equal) = convert(stored, encode)
+    (stored, equal) = convert(published_tensors(hf), encode)
     return write(path, hf | dict(quantization_config=settings), stored), equal, hf
-
-
-def _apart(name, x):
-    """Each expert's tensors of a stacked one."""
-    stem = name.rpartition(".")[0]
-    parts = [("gate_proj", x[:, : x.shape[1] // 2]), ("up_proj", x[:, x.shape[1] // 2 :])]
-    parts = parts if name.endswith("gate_up_proj") else [("down_proj", x)]
-    return {f"{stem}.{i}.{part}.weight": matrix for part, all in parts for i, matrix in enumerate(all)}
 
 
 def test_a_model_that_sees(tmp_path):
