@@ -155,16 +155,21 @@ def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, set
     assert_equal(model, equal_model(tmp_path / "b", hf, equal))
 
 
+SAVED = ["youtu-tied", "deepseek-v3-yarn-groups", "glm4-moe-groups"]
+
+
 @pytest.mark.parametrize("settings", full_except([AWQ], [AWQ, GPTQ]), ids=lambda x: x["quant_method"])
 @pytest.mark.parametrize("is_like", [False, True])
-def test_awq_and_gptq_of_latent_attention_are_saved(tmp_path, settings, is_like):
+@pytest.mark.parametrize("name", full_except(["youtu-tied"], SAVED))
+def test_awq_and_gptq_of_latent_attention_and_experts_are_saved(tmp_path, name, settings, is_like):
     """Keys and values are floats, in the tensor in which transformers has both. All others stay."""
-    path, _, _ = _packed(tmp_path / "a", "youtu-tied", settings)
+    path, _, _ = _packed(tmp_path / "a", name, settings)
     model = xj.load_model(path, "float32")
     xj.save_model(model.params, model.config, tmp_path / "b", like=path if is_like else None)
     (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
     both = {name for name in saved if ".kv_b_proj." in name}
-    assert both == {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3)}
+    is_latent = name != "glm4-moe-groups"
+    assert both == {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3 * is_latent)}
     others = {name for name in source if ".kv_b_proj." not in name}
     assert {name for name in saved.keys() - both if not name.endswith("g_idx")} == others
     for name in others:
@@ -172,7 +177,7 @@ def test_awq_and_gptq_of_latent_attention_are_saved(tmp_path, settings, is_like)
     again = xj.load_model(tmp_path / "b", "float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
     written = str(again.config.quantization_config)
-    assert "kv_b_proj" in written and "k_up_proj" not in written
+    assert ("kv_b_proj" in written) == is_latent and "k_up_proj" not in written
 
 
 # Widths in which words are full, as AWQ and GPTQ need them.
