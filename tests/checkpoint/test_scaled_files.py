@@ -36,6 +36,7 @@ from scaled_checkpoints import (
 import xinfer_jax as xj
 from xinfer_jax import kernels_pallas
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.formats.tensors import open_tensors
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
@@ -217,6 +218,37 @@ def test_a_model_that_sees(tmp_path):
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
     xj.save_model(model.params, model.config, tmp_path / "c", like=path)
     again = xj.load_model(tmp_path / "c", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_kimi_k25(tmp_path):
+    """Experts in int4 within a model that sees. Its `text_config` has the quantization and the text model.
+    Saved next to the files, the tensors have the same bytes.
+    """
+    hf = cases.CASES["deepseek-v3-yarn-groups"].hf | dict(num_hidden_layers=2)
+    packed = integers(4, 16)
+    encode = lambda name, x: packed(name, x) if ".experts." in name else ({name: x}, x)  # noqa: E731
+    (text, equal) = convert(published_tensors(hf), encode)
+    stored = {f"language_model.{name}": x for name, x in text.items()}
+    others = ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight")
+    stored |= {name: np.ones((2, 3), np.float32) for name in others}
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
+    own = dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    text_config = hf | own | dict(quantization_config=w4(16, ignore=ignore))
+    outer = dict(model_type="kimi_k25", architectures=["KimiK25ForConditionalGeneration"], vision_config={})
+    outer |= dict(tie_word_embeddings=False)
+    path = write(tmp_path / "a", outer | dict(text_config=text_config), stored)
+    model = xj.load_model(path, "float32")
+    assert model.load_stats.skipped == ("mm_projector.* (1)", "vision_tower.* (1)")
+    assert isinstance(model.params["layers"][1]["experts"]["up"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+    xj.save_model(model.params, model.config, tmp_path / "c", like=path)
+    (source, saved) = (open_tensors(folder) for folder in (path, tmp_path / "c"))
+    assert saved.keys() == source.keys()
+    for name, tensor in source.items():
+        np.testing.assert_array_equal(saved[name].array(), tensor.array(), err_msg=name)
+    again = xj.load_model(tmp_path / "c", "float32")
+    assert again.config.quantization_config["ignore"] == [*ignore, "model.layers.1.mlp.gate"]
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
