@@ -74,7 +74,7 @@ METADATA = {
     "no-heads": ({"ARCH.attention.head_count": 0}, "num_attention_heads must be a number above 0"),
     "width": ({"ARCH.embedding_length": 128}, "blk.0.attn_k.weight has shape [64, 64], the metadata ask for"),
     "scaling": ({"ARCH.rope.scaling.type": "su"}, "rope.scaling.type 'su' is not supported"),
-    "pre": (tokens(pre="kimi-k2"), "tokenizer.ggml.pre 'kimi-k2' is not supported: only llama-bpe"),
+    "pre": (tokens(pre="a-new-one"), "tokenizer.ggml.pre 'a-new-one' is not supported: only llama-bpe"),
     "no-pre": (tokens(pre=None), "tokenizer.ggml.pre None is not supported"),
     "model": (tokens(model="rwkv"), "tokenizer.ggml.model 'rwkv' is not read"),
     "no-tokens": (tokens(tokens=None), "tokenizer.ggml.tokens must be an array of str, got None"),
