@@ -9,6 +9,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from paths import STORIES
+from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.weights.mxfp4 import NUMBERS
@@ -136,15 +137,16 @@ def test_keys_and_values_of_latents_in_one_tensor_and_apart(tmp_path):
     assert_same_numbers(model.params, cases.params_from(config, tensors))
 
 
-def test_layers_that_draft_are_left_out(tmp_path):
-    """Files of Qwen3.5 may have one layer more, for multi-token prediction."""
+@pytest.mark.parametrize("name", full_except(["qwen35"], ["qwen35", "deepseek2", "glm4moe"]))
+def test_layers_that_draft_are_left_out(tmp_path, name):
+    """Files may have one layer more, for multi-token prediction."""
 
     def change(stored):
         stored["blk.2.nextn.eh_proj.weight"] = stored["blk.1.attn_output.weight"]
 
     path = tmp_path / "model.gguf"
     more = {"ARCH.nextn_predict_layers": 1, "ARCH.block_count": 3}
-    files.write(path, "qwen35", metadata=more, change=change)
+    files.write(path, name, metadata=more, change=change)
     model = xj.load_model(path)
     assert model.config.num_hidden_layers == 2 and model.load_stats.skipped == ("blk.2.* (1)",)
 

@@ -70,7 +70,7 @@ def save_model(
     parameters, one tensor at a time is on the host. If the parameters are sharded over several processes,
     call this in each of them. Process 0 writes the files.
 
-    Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, MXFP4 or
+    Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, FP8, MXFP4 or
     W4A16. Matrices that this library quantized are written in this library's own format, which only this
     library reads.
 
