@@ -1,4 +1,6 @@
-"""Settings of config.json of a GGUF file's metadata that one architecture has, or reads in its own way."""
+"""Makes settings of config.json from the metadata of a GGUF file: the settings that one architecture has, or
+reads in its own way.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -120,7 +122,7 @@ def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, A
 
 
 def _grouped(own: Mapping[str, Any], *, is_sigmoid: bool) -> Settings:
-    """Returns the settings of experts in groups. Without keys of groups, all experts are one."""
+    """Returns the settings of experts in groups. If the keys of groups are absent, there is one group."""
     norm = own.get("expert_weights_norm", False)
     if not is_sigmoid and norm:
         raise InputError("expert_weights_norm true is supported with the sigmoid of scores only")
@@ -146,8 +148,8 @@ def _deepseek2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str,
     """Returns the settings of DeepSeek-V3 if scores are sigmoids, of DeepSeek-V2 if they are a softmax, or of
     Youtu-LLM if there are no experts.
 
-    Newer files have one key head, whose width is that of a latent. Keys with `_mla` have the widths of heads.
-    Files that do not say how experts are scored have sigmoids if there is a bias of the choice.
+    Newer files say that there is one key head, with the width of a latent. Their keys `_mla` have the widths
+    of heads. If a file does not say how experts are scored, scores are sigmoids if a bias is added to them.
     """
     heads = integer(own, "attention.head_count")
     key_heads = 1 if "attention.key_length_mla" in own else heads

@@ -5,8 +5,8 @@ llama.cpp's converters change some tensors:
 - Rows of queries and keys of llama alternate between the halves of a head.
 - Norms are stored as 1 + w, and decays as -exp(A_log).
 - Value heads of linear attention are stored by turns of key heads.
-- Matrices of latent attention's keys and values are stored apart, by head, and keys with their inputs first.
-  Older files have both in one, as checkpoints do.
+- The two parts of `kv_b_proj` (latent attention) are stored by head as two tensors, and keys have their
+  inputs first. Older files have one tensor.
 - A matrix, for example an NVFP4 matrix, may have a factor, `.scale`, of all its numbers or of the numbers of
   each expert.
 """
@@ -144,14 +144,16 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
 
 
 def _shapes_in_file(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of tensors, with those of latent attention by head."""
+    """Returns the shapes of tensors. Keys and values of latent attention have an axis of heads."""
     heads = config.num_attention_heads
     found = dict(shapes)
-    for name, (rows, *inputs) in shapes.items():
+    for name in shapes:
         if name.endswith(_KEYS):
-            found[name] = (heads, *inputs, rows // heads)
+            (rows, inputs) = shapes[name]
+            found[name] = (heads, inputs, rows // heads)
         elif name.endswith(_VALUES):
-            found[name] = (heads, rows // heads, *inputs)
+            (rows, inputs) = shapes[name]
+            found[name] = (heads, rows // heads, inputs)
     return found
 
 
@@ -167,7 +169,7 @@ def _check_tensors(
     faults = [f"missing {name} {list(expected[name])}" for name in expected.keys() - stored.keys()]
     unused |= {name for name in stored if name.endswith(".input_scale")} | scales  # of activations
     unused |= {_FREQS} if arch in ("llama", "gemma4") else set()
-    unused |= {name for name in stored if name.endswith((_KEYS, _VALUES))}  # next to both in one
+    unused |= {name for name in stored if name.endswith((_KEYS, _VALUES))}  # in files with both forms
     unused |= {_HEAD} if arch.startswith("qwen3") else set()  # `check_reranker`
     unknown = stored.keys() - expected.keys() - unused - drafts
     faults += [f"unexpected {name}" for name in unknown]
