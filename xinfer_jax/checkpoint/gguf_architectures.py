@@ -191,6 +191,11 @@ def _glm4moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, A
 
 
 OWN: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settings]] = {
-    "qwen35": _qwen35, "qwen35moe": _qwen35, "gemma3": _gemma3, "gemma4": _gemma4, "gpt-oss": _gpt_oss,
-    "deepseek2": _deepseek2, "glm4moe": _glm4moe,
-}  # fmt: skip
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
+    "glm4moe": _glm4moe,
+}

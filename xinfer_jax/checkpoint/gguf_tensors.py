@@ -46,6 +46,8 @@ _NAMES = dict(
     mlp_out_norm="post_ffw_norm_1.weight", experts_norm="pre_ffw_norm_2.weight",
     experts_out_norm="post_ffw_norm_2.weight", input_gate="inp_gate", input_proj="proj",
     input_norm="post_norm.weight", layer_scalar="layer_output_scale.weight",
+    q_a="attn_q_a", q_a_norm="attn_q_a_norm.weight", q_b="attn_q_b", kv_a="attn_kv_a_mqa",
+    kv_a_norm="attn_kv_a_norm.weight", k_up="attn_k_b", v_up="attn_v_b",
     **{"router.correction_bias": "exp_probs_b.bias"},
 )  # fmt: skip
 _GATE_UP = Joined("ffn_gate_up_exps.weight", ("experts.gate", "experts.up"), stacked=True)
@@ -55,14 +57,12 @@ _DELTA = Names(
         gated_norm="ssm_norm.weight", **{f"conv_{leaf}": f"ssm_conv1d.{leaf}" for leaf in "qkv"}),
     (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v"))),
 )  # fmt: skip
-_LATENT = Names(
-    dict(q_a="attn_q_a", q_a_norm="attn_q_a_norm.weight", q_b="attn_q_b", kv_a="attn_kv_a_mqa",
-        kv_a_norm="attn_kv_a_norm.weight", k_up="attn_k_b", v_up="attn_v_b"),
-    (Joined("attn_kv_b", ("k_up", "v_up"), groups="num_attention_heads"),),
-)  # fmt: skip
+_LATENT = Names(joined=(Joined("attn_kv_b", ("k_up", "v_up"), groups="num_attention_heads"),))
 _MIXER_NAMES = {
-    AttentionSpec.kind: _ATTENTION, GatedDeltaSpec.kind: _DELTA, LatentAttentionSpec.kind: _LATENT,
-}  # fmt: skip
+    AttentionSpec.kind: _ATTENTION,
+    GatedDeltaSpec.kind: _DELTA,
+    LatentAttentionSpec.kind: _LATENT,
+}
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
 _OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM, "glm4moe": _POST_NORM}
 _KEYS, _VALUES = ".attn_k_b.weight", ".attn_v_b.weight"  # of latent attention

@@ -13,9 +13,18 @@ from typing import Any
 from ..errors import InputError, format_value
 
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma3", "gemma4", "gpt-oss", "deepseek2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "deepseek2",
     "glm4moe",
-)  # fmt: skip
+)
 _HYBRID = ("qwen35", "qwen35moe")
 _LATENT = ("deepseek2",)
 _GROUPED = ("deepseek2", "glm4moe")  # experts that a router chooses in groups
