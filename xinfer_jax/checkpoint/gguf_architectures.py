@@ -12,8 +12,8 @@ from ..families.layer_fields import FULL, SLIDING
 
 _WINDOWS = "attention.sliding_window_pattern"
 _GEMMA3_27B = 62  # layers; its attention is scaled by other than the width of a head
-_SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
-
+_SOFTMAX = 1  # a value of expert_gating_func
+_SIGMOID = 2
 DEEPSEEK2_TYPES = ("deepseek_v3", "deepseek_v2", "youtu")  # model types of this architecture
 Settings = dict[str, Any]
 

@@ -65,7 +65,8 @@ _MIXER_NAMES = {
 }
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
 _OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM, "glm4moe": _POST_NORM}
-_KEYS, _VALUES = ".attn_k_b.weight", ".attn_v_b.weight"  # of latent attention
+_KEYS = ".attn_k_b.weight"  # of latent attention
+_VALUES = ".attn_v_b.weight"
 _FREQS = "rope_freqs.weight"  # the config has it
 _HEAD = "cls.output.weight"
 _LEAST_COSINE = 0.9  # of two rows that differ by the rounding of few bits
