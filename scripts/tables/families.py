@@ -12,7 +12,7 @@ from paths import GOLDEN
 
 import xinfer_jax as xj
 from xinfer_jax import kernels_pallas
-from xinfer_jax.checkpoint.gguf_checkpoint import _TYPES as GGUF_TYPES
+from xinfer_jax.checkpoint.gguf_checkpoint import FAMILIES as GGUF_FAMILIES
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.estimates.card_specs import CARDS, TPUS, Card, Tpu
 from xinfer_jax.estimates.model_shapes import SHAPES
@@ -106,7 +106,7 @@ def formats() -> list[str]:
         "own int8, int4 files": lambda family: _feature("own_files", family),
         "AWQ scales": lambda family: _feature("scales", family),
         "FP8 files": lambda family: _feature("fp8_files", family),
-        "GGUF": lambda family: _tested(family in GGUF_TYPES.values()),
+        "GGUF": lambda family: _tested(family in GGUF_FAMILIES),
     }
     return _table(columns)
 

@@ -11,14 +11,17 @@ from scaled_checkpoints import (
     assert_equal,
     checkpoint,
     compressed,
+    convert,
     equal_model,
     fp8,
     fp8_settings,
+    published_tensors,
     write,
 )
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.formats.tensors import open_tensors
 from xinfer_jax.weights.fp8_weight import Fp8Weight
 from xinfer_jax.weights.quantized_weight import is_quantized
 
@@ -69,6 +72,32 @@ def test_experts_stay_and_parts_that_blocks_cross_become_floats(tmp_path, name):
     assert experts
     tokens = [[1, 2, 3]]
     xj.generate(model.params, model.config, tokens, xj.GenerateOptions(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "name", full_except(["deepseek-v3-yarn-groups"], ["deepseek-v3-yarn-groups", "glm4-moe-groups"])
+)
+def test_experts_are_saved_as_they_are_stored(tmp_path, name):
+    """Each has its bytes. Blocks of `kv_b_proj` cross its heads: its two parts are floats, and it is
+    saved as a matrix of floats.
+    """
+    hf = cases.CASES[name].hf | dict(num_hidden_layers=2, moe_intermediate_size=136)
+    stored, equal = convert(published_tensors(hf), fp8((128, 128)))
+    path = write(tmp_path / "a", hf | dict(quantization_config=BLOCKS[0]), stored)
+    model = xj.load_model(path, "float32", "fp8")
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+    assert isinstance(model.params["layers"][1]["experts"]["down"]["weight"], Fp8Weight)
+    for like in (None, path):
+        to = tmp_path / f"to{like is None}"
+        xj.save_model(model.params, model.config, to, like=like)
+        (source, saved) = (open_tensors(folder) for folder in (path, to))
+        both = {name for name in source if ".kv_b_proj." in name}
+        assert saved.keys() - both == source.keys() - both
+        for name in source.keys() - both:
+            assert saved[name].array().tobytes() == source[name].array().tobytes(), name
+        assert all(saved[name].type == "F32" for name in both & saved.keys())
+        again = xj.load_model(to, "float32", "fp8")
+        jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
 def test_what_cannot_stay(tmp_path):

@@ -9,6 +9,7 @@ import parity_cases as cases
 import pytest
 import tiny
 from paths import STORIES
+from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.weights.mxfp4 import NUMBERS
@@ -79,11 +80,11 @@ def test_an_architecture(tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "qwen35moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen35moe", "gpt-oss", "deepseek2", "glm4moe"])
 def test_logits(tmp_path, name):
     """Kept groups give the logits of dequantized weights, also of experts, and with llama's divisors."""
     path = tmp_path / "model.gguf"
-    kinds = dict(llama=files.Q4_1, qwen35moe=files.Q8_0).get(name, files.MXFP4)
+    kinds = dict(llama=files.Q4_1, qwen35moe=files.Q8_0, deepseek2=files.Q8_0).get(name, files.MXFP4)
     plain = ("ffn_gate_inp.weight", "conv1d.weight", "attn_k.weight")
     of = lambda own, shape: files.F32 if own.endswith(plain) else kinds  # noqa: E731
     config, tensors = files.write(path, name, of)
@@ -124,15 +125,28 @@ def test_a_block_of_several_heads(tmp_path):
     assert_same_numbers(params, cases.params_from(config, tensors))
 
 
-def test_layers_that_draft_are_left_out(tmp_path):
-    """Files of Qwen3.5 may have one layer more, for multi-token prediction."""
+def test_keys_and_values_of_latents_in_one_tensor_and_apart(tmp_path):
+    """A file may have both. The tensor with both is read."""
+
+    def change(stored):
+        for name in ("attn_k_b", "attn_v_b"):
+            stored[f"blk.0.{name}.weight"] = (np.zeros((1, 64, 32), np.float32), files.F32)
+
+    config, tensors = files.write(tmp_path / "x.gguf", "deepseek2-softmax", change=change)
+    model = xj.load_model(tmp_path / "x.gguf", "float32")
+    assert_same_numbers(model.params, cases.params_from(config, tensors))
+
+
+@pytest.mark.parametrize("name", full_except(["qwen35"], ["qwen35", "deepseek2", "glm4moe"]))
+def test_layers_that_draft_are_left_out(tmp_path, name):
+    """Files may have one layer more, for multi-token prediction."""
 
     def change(stored):
         stored["blk.2.nextn.eh_proj.weight"] = stored["blk.1.attn_output.weight"]
 
     path = tmp_path / "model.gguf"
     more = {"ARCH.nextn_predict_layers": 1, "ARCH.block_count": 3}
-    files.write(path, "qwen35", metadata=more, change=change)
+    files.write(path, name, metadata=more, change=change)
     model = xj.load_model(path)
     assert model.config.num_hidden_layers == 2 and model.load_stats.skipped == ("blk.2.* (1)",)
 

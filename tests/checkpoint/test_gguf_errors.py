@@ -74,7 +74,7 @@ METADATA = {
     "no-heads": ({"ARCH.attention.head_count": 0}, "num_attention_heads must be a number above 0"),
     "width": ({"ARCH.embedding_length": 128}, "blk.0.attn_k.weight has shape [64, 64], the metadata ask for"),
     "scaling": ({"ARCH.rope.scaling.type": "su"}, "rope.scaling.type 'su' is not supported"),
-    "pre": (tokens(pre="kimi-k2"), "tokenizer.ggml.pre 'kimi-k2' is not supported: only llama-bpe"),
+    "pre": (tokens(pre="a-new-one"), "tokenizer.ggml.pre 'a-new-one' is not supported: only llama-bpe"),
     "no-pre": (tokens(pre=None), "tokenizer.ggml.pre None is not supported"),
     "model": (tokens(model="rwkv"), "tokenizer.ggml.model 'rwkv' is not read"),
     "no-tokens": (tokens(tokens=None), "tokenizer.ggml.tokens must be an array of str, got None"),
@@ -114,6 +114,11 @@ TENSORS = {
     "four-axes": ("qwen3", "blk.0.x", np.zeros((1, 1, 2, 2), np.float32), "blk.0.x of type F32 has shape"),
     "no-rows": ("qwen3", "blk.0.x", np.zeros((0, 32), np.float32), "blk.0.x of type F32 has shape [0, 32]"),
     "nan": ("qwen3", "blk.0.attn_k.weight", NAN, "blk.0.attn_k.weight holds NaN or inf"),
+    "keys-by-head": ("deepseek2", "blk.0.attn_k_b.weight", np.zeros((4, 64, 32), np.float32),
+        "blk.0.attn_k_b.weight has shape [4, 64, 32], the metadata ask for [4, 32, 64]"),
+    "values-by-head": ("deepseek2", "blk.1.attn_v_b.weight", None, "missing blk.1.attn_v_b.weight [4, 96"),
+    "softmax-bias": ("deepseek2-softmax", "blk.1.exp_probs_b.bias", np.zeros(8, np.float32),
+        "unexpected blk.1.exp_probs_b.bias"),
     "growth": ("qwen35", "blk.0.ssm_a", np.ones(4, np.float32), "A_log holds NaN or inf"),
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_keys_that_are_read_change_the_model(tmp_path, name):
     """Another value makes another model, or is an error. Required keys are needed."""
     files.write(tmp_path / "x.gguf", name)
     file = open_gguf(tmp_path / "x.gguf")
-    arch = name.removesuffix("-experts")
+    arch = files.arch_of(name)
     base = opened(file)
     same = []
     for key in sorted({key.format(arch=arch, **OTHERS) for key in constants()}):
@@ -85,6 +85,8 @@ def test_keys_that_are_read_change_the_model(tmp_path, name):
             same += [key] if opened(file, **changes) == base else []
         except xj.InputError:
             pass
+    of_experts = {key for key in same if ".expert_" in key or "dense_block" in key}
+    same = {*same} - of_experts if name == "deepseek2-dense" else same
     assert {key.removeprefix(f"{arch}.") for key in same} <= WITH_OTHERS
 
 
@@ -128,6 +130,45 @@ def test_keys_of_another_converter(tmp_path, name):
         absent = {"gemma3.rope.freq_base_swa": None}
         swa = opened(file, **absent | {"gemma3.rope.freq_base_swa": 5e3})
         assert opened(file, **absent | {"gemma3.rope.local.freq_base": 5e3}) == swa != opened(file)
+
+
+LATENTS = {  # of each case the metadata without "deepseek2.", and the error
+    "key-heads": ({"attention.head_count_kv": 4}, "attention.head_count_kv must be 1, got 4"),
+    "latent": ({"attention.kv_lora_rank": 64}, "attention.(key|value)_length .* is not supported: only "),
+    "rotated": ({"rope.dimension_count": 80}, "qk_nope_head_dim must be a number above 0"),
+    "scores": ({"expert_gating_func": 3}, "expert_gating_func 3 is not supported: only 1 and 2 are"),
+    "norm": ({"expert_gating_func": 1}, "expert_weights_norm true is supported with the sigmoid of scores"),
+    "groups": ({"expert_group_count": 3}, "n_routed_experts 8 is not a multiple of n_group 3"),
+    "factor": ({"rope.scaling.attn_factor": 2.0}, "yarn_log_multiplier 0.1 is supported with yarn, and wit"),
+    "linear": ({"rope.scaling.type": "linear"}, "yarn_log_multiplier 0.1 is supported with yarn, and with"),
+    "indexer": ({"attention.indexer.top_k": 64}, "attention.indexer.top_k 64 is not supported"),
+    "no-rank": ({"attention.kv_lora_rank": None}, "deepseek2.attention.kv_lora_rank is absent, and the"),
+}  # fmt: skip
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", LATENTS)
+def test_keys_of_latents_and_groups_that_do_not_fit(tmp_path, name):
+    (changes, message) = LATENTS[name]
+    files.write(tmp_path / "x.gguf", "deepseek2")
+    with pytest.raises(xj.InputError, match=message):
+        opened(open_gguf(tmp_path / "x.gguf"), **{f"deepseek2.{key}": x for key, x in changes.items()})
+
+
+@pytest.mark.unit
+def test_absent_keys_of_latents_and_groups(tmp_path):
+    """Older files do not name groups. Files of GLM-4.7-Flash do not say how experts are scored, and have a
+    bias of the choice.
+    """
+    absent = ("expert_group_count", "expert_group_used_count", "expert_gating_func")
+    for name in ("deepseek2", "deepseek2-softmax", "glm4moe"):
+        files.write(tmp_path / "x.gguf", name)
+        file = open_gguf(tmp_path / "x.gguf")
+        (wanted, _, _) = opened(file)
+        arch = files.arch_of(name)
+        (config, _, _) = opened(file, **{f"{arch}.{key}": None for key in absent})
+        assert config["model_type"] == wanted["model_type"]
+        assert config["layers"][1]["feed_forward"]["router"]["n_group"] == 1
 
 
 ERRORS = {

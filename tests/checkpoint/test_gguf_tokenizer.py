@@ -94,6 +94,8 @@ SPLITS = {
     "qwen2": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
     "qwen35": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
     "gpt-4o": ["I'll", " pay", " ", "123", "4", "!!\n", " ok"],
+    "kimi-k2": ["I'll", " pay", " ", "123", "4", "!!\n", " ok"],
+    "youtu": ["I'll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
     "tekken": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
     "gpt-2": ["I", "'ll", " pay", " 1234", "!!", "\n", " ok"],
     "smollm": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!", "\n", " ok"],
@@ -135,6 +137,13 @@ PUBLISHED = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence([DIGITS, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
     "deepseek-coder": in_turn(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS),
+    "kimi-k2": in_turn(
+        r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "bloom": in_turn(" ?[^(\\s|[.,!?…。，、।۔،])]+"),
 }
 

@@ -28,6 +28,7 @@ from scaled_checkpoints import (
     mxfp4,
     nvfp4,
     nvfp4_packed,
+    published_tensors,
     w4,
     write,
 )
@@ -35,6 +36,7 @@ from scaled_checkpoints import (
 import xinfer_jax as xj
 from xinfer_jax import kernels_pallas
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.formats.tensors import open_tensors
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
@@ -142,9 +144,49 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
-@pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
+@pytest.mark.parametrize(
+    "name",
+    ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults", "deepseek-v3-yarn-groups", "glm4-moe-groups"],
+)
 def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
-    """Experts apart. Several leaves are in one matrix. Widths are multiples of what a word holds."""
+    """Experts apart. Several leaves are in one matrix."""
+    path, equal, hf = _packed(tmp_path / "a", name, settings)
+    model = xj.load_model(path, "float32")
+    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+SAVED = ["youtu-tied", "deepseek-v3-yarn-groups", "glm4-moe-groups"]
+
+
+@pytest.mark.parametrize("settings", full_except([AWQ], [AWQ, GPTQ]), ids=lambda x: x["quant_method"])
+@pytest.mark.parametrize("is_like", [False, True])
+@pytest.mark.parametrize("name", full_except(["youtu-tied"], SAVED))
+def test_awq_and_gptq_of_latent_attention_and_experts_are_saved(tmp_path, name, settings, is_like):
+    """Keys and values are floats, in the tensor in which transformers has both. All others stay."""
+    path, _, _ = _packed(tmp_path / "a", name, settings)
+    model = xj.load_model(path, "float32")
+    xj.save_model(model.params, model.config, tmp_path / "b", like=path if is_like else None)
+    (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
+    both = {name for name in saved if ".kv_b_proj." in name}
+    is_latent = name != "glm4-moe-groups"
+    assert both == {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3 * is_latent)}
+    others = {name for name in source if ".kv_b_proj." not in name}
+    assert {name for name in saved.keys() - both if not name.endswith("g_idx")} == others
+    for name in others:
+        np.testing.assert_array_equal(saved[name], source[name], err_msg=name)
+    again = xj.load_model(tmp_path / "b", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    written = str(again.config.quantization_config)
+    assert ("kv_b_proj" in written) == is_latent and "k_up_proj" not in written
+
+
+# Widths in which words are full, as AWQ and GPTQ need them.
+_WIDTHS = dict(shared_expert_intermediate_size=24, kv_lora_rank=32, q_lora_rank=24)
+
+
+def _packed(path, name, settings):
+    """Writes a checkpoint of AWQ or GPTQ. Returns its path, the equal float tensors, and config.json."""
     random = np.random.default_rng(0)
 
     def encode(tensor, x):
@@ -152,23 +194,9 @@ def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, set
         return {tensor.removesuffix("weight") + part: array for part, array in parts.items()}, equal
 
     hf = dict(cases.CASES[name].hf)
-    hf |= {x: 24 for x in ("shared_expert_intermediate_size",) if x in hf}
-    stored = float_tensors(hf, name != "moe-defaults")
-    for tensor in [tensor for tensor, x in stored.items() if x.ndim == 3 and "experts" in tensor]:
-        stored |= _apart(tensor, stored.pop(tensor))
-    (stored, equal) = convert(stored, encode)
-    path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
-    model = xj.load_model(path, "float32")
-    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
-    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
-
-
-def _apart(name, x):
-    """Each expert's tensors of a stacked one."""
-    stem = name.rpartition(".")[0]
-    parts = [("gate_proj", x[:, : x.shape[1] // 2]), ("up_proj", x[:, x.shape[1] // 2 :])]
-    parts = parts if name.endswith("gate_up_proj") else [("down_proj", x)]
-    return {f"{stem}.{i}.{part}.weight": matrix for part, all in parts for i, matrix in enumerate(all)}
+    hf |= {field: width for field, width in _WIDTHS.items() if hf.get(field)}
+    (stored, equal) = convert(published_tensors(hf), encode)
+    return write(path, hf | dict(quantization_config=settings), stored), equal, hf
 
 
 def test_a_model_that_sees(tmp_path):
@@ -190,6 +218,37 @@ def test_a_model_that_sees(tmp_path):
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
     xj.save_model(model.params, model.config, tmp_path / "c", like=path)
     again = xj.load_model(tmp_path / "c", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_kimi_k25(tmp_path):
+    """Experts in int4 within a model that sees. Its `text_config` has the quantization and the text model.
+    Saved next to the files, the tensors have the same bytes.
+    """
+    hf = cases.CASES["deepseek-v3-yarn-groups"].hf | dict(num_hidden_layers=2)
+    packed = integers(4, 16)
+    encode = lambda name, x: packed(name, x) if ".experts." in name else ({name: x}, x)  # noqa: E731
+    (text, equal) = convert(published_tensors(hf), encode)
+    stored = {f"language_model.{name}": x for name, x in text.items()}
+    others = ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight")
+    stored |= {name: np.ones((2, 3), np.float32) for name in others}
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
+    own = dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    text_config = hf | own | dict(quantization_config=w4(16, ignore=ignore))
+    outer = dict(model_type="kimi_k25", architectures=["KimiK25ForConditionalGeneration"], vision_config={})
+    outer |= dict(tie_word_embeddings=False)
+    path = write(tmp_path / "a", outer | dict(text_config=text_config), stored)
+    model = xj.load_model(path, "float32")
+    assert model.load_stats.skipped == ("mm_projector.* (1)", "vision_tower.* (1)")
+    assert isinstance(model.params["layers"][1]["experts"]["up"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+    xj.save_model(model.params, model.config, tmp_path / "c", like=path)
+    (source, saved) = (open_tensors(folder) for folder in (path, tmp_path / "c"))
+    assert saved.keys() == source.keys()
+    for name, tensor in source.items():
+        np.testing.assert_array_equal(saved[name].array(), tensor.array(), err_msg=name)
+    again = xj.load_model(tmp_path / "c", "float32")
+    assert again.config.quantization_config["ignore"] == [*ignore, "model.layers.1.mlp.gate"]
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 

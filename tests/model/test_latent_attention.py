@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
+import tiny
 from family_checks import CACHED, NEW, OPTIONS
 from layer_changes import with_mixer
 from random_matrices import write_checkpoint
-from scaled_checkpoints import assert_equal, checkpoint, equal_model, fp8, fp8_settings
+from scaled_checkpoints import (
+    assert_equal,
+    checkpoint,
+    equal_model,
+    fp8,
+    fp8_settings,
+    published_tensors,
+    write,
+)
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import cache_bytes
@@ -238,7 +247,10 @@ def test_saved_settings(tmp_path):
         (dict(scoring_func="softmax"), "scoring_func 'softmax' is not supported .*: only 'sigmoid' is"),
         (dict(topk_method="greedy"), "topk_method 'greedy' is not supported .*: only 'noaux_tc' is"),
         (dict(moe_layer_freq=2), "moe_layer_freq 2 is not supported .*: only 1 is"),
-        (dict(index_topk=2048), "index_topk 2048 is not supported: it needs an indexer, use"),
+        (dict(index_topk=2048), "index_topk 2048 is not supported: there is no indexer for sparse attention"),
+        (dict(index_n_heads=64), "index_n_heads 64 is not supported: there is no indexer"),
+        (dict(model_type="deepseek_v32"), "model_type 'deepseek_v32' is not supported: there is no indexer"),
+        (dict(model_type="glm_moe_dsa"), "model_type 'glm_moe_dsa' is not supported: there is no indexer"),
         (dict(is_causal=False), "is_causal False is not supported .*: only True is"),
         (dict(n_group=3), "n_routed_experts 8 is not a multiple of n_group 3"),
         (dict(rope_scaling=dict(rope_type="llama3")), "rope type 'llama3' is not supported"),
@@ -247,6 +259,32 @@ def test_saved_settings(tmp_path):
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
         xj.ModelConfig.from_hf(CASE.hf | change)
+
+
+ATTENTION = "model.layers.1.self_attn"
+BIAS_OF_CHOICE = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        (f"{ATTENTION}.q_a_proj.weight", (24, 48), "q_a_proj.weight has shape [24, 48], the config asks for"),
+        (
+            f"{ATTENTION}.kv_b_proj.weight",
+            (96, 28),
+            "kv_b_proj.weight has shape [96, 28], the config asks for",
+        ),
+        (f"{ATTENTION}.q_a_layernorm.weight", None, "missing model.layers.1.self_attn.q_a_layernorm.weight"),
+        (f"{ATTENTION}.indexer.wk.weight", (8, 48), "unexpected model.layers.1.self_attn.indexer.wk.weight"),
+        (BIAS_OF_CHOICE, (4,), "e_score_correction_bias has shape [4], the config asks for [8]"),
+        (BIAS_OF_CHOICE, None, "missing model.layers.1.mlp.gate.e_score_correction_bias [8]"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, name, shape, message):
+    stored = published_tensors(CASE.hf)
+    stored |= {name: None if shape is None else np.ones(shape, np.float32)}
+    path = write(tmp_path, CASE.hf, {name: x for name, x in stored.items() if x is not None})
+    assert message in tiny.load_error(path)
 
 
 def test_what_it_does_not_support(model):

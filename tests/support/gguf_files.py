@@ -27,6 +27,15 @@ _GEMMA = dict(
     sliding_window=8, hidden_activation="gelu_pytorch_tanh", layer_types=[_S, _F], num_attention_heads=2,
     num_key_value_heads=1, tie_word_embeddings=True,
 )  # fmt: skip
+_GROUPS = dict(
+    n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=4, topk_group=2,
+    first_k_dense_replace=1, n_shared_experts=2, routed_scaling_factor=2.5,
+)  # fmt: skip
+_LATENT = dict(
+    kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=96, q_lora_rank=32,
+    num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4, num_attention_heads=4,
+)  # fmt: skip
+_YARN40 = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=128)
 
 
 def _hf(model_type, **changes):
@@ -56,7 +65,21 @@ CONFIGS = {
         num_local_experts=4, intermediate_size=32, num_experts_per_tok=2, attention_bias=True,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128,
             beta_fast=32.0, beta_slow=1.0, truncate=False)),
+    "deepseek2": _hf("deepseek_v3", **_GROUPS | _LATENT, norm_topk_prob=True,
+        rope_scaling=dict(**_YARN40, mscale=1.0, mscale_all_dim=1.0)),
+    "deepseek2-softmax": _hf("deepseek_v2", **_GROUPS | _LATENT | dict(q_lora_rank=None, n_shared_experts=1),
+        topk_method="group_limited_greedy",
+        rope_scaling=dict(**_YARN40, mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek2-dense": _hf("youtu", **_LATENT, tie_word_embeddings=True),
+    "glm4moe": _hf("glm4_moe", **_GROUPS | dict(n_group=1, topk_group=1), norm_topk_prob=True,
+        use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=1e6, rms_norm_eps=1e-5),
 }  # fmt: skip
+_OLD = "deepseek_v2"  # its files are written in the older form, with `attn_kv_b`
+
+
+def arch_of(name: str) -> str:
+    """The architecture of a model of `CONFIGS`."""
+    return re.sub("-(experts|softmax|dense)$", "", name)
 
 
 def write(path, name, kind_of=None, hf=None, metadata=None, splits=(), change=None):
@@ -74,8 +97,7 @@ def write(path, name, kind_of=None, hf=None, metadata=None, splits=(), change=No
     hf = copy.deepcopy(CONFIGS[name] | (hf or {}))
     config = from_hf(hf)
     leaves = cases.random_tensors(config, 3)
-    arch = name.removesuffix("-experts")
-    return config, write_leaves(path, arch, hf, leaves, kind_of, metadata, splits, change)
+    return config, write_leaves(path, arch_of(name), hf, leaves, kind_of, metadata, splits, change)
 
 
 def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(), change=None):
@@ -84,8 +106,10 @@ def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(),
     fused = cases.fuse_tensors(config, leaves)
     source = {name: tensor for name, tensor in sorted(fused.items()) if ".experts." not in name}
     source |= {name: tensor for name, tensor in leaves.items() if ".experts." in name}
-    key = arch.upper().replace("-", "_")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[key], config.num_hidden_layers)
+    if config.model_type != _OLD:
+        source = _apart(config, source)
+    key = next(key for key, own in gguf.MODEL_ARCH_NAMES.items() if own == arch)
+    names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
     groups: dict = {}  # of each GGUF tensor those that it joins
     for part in source:
         groups.setdefault(_own_name(names, arch, part), []).append(part)
@@ -102,11 +126,36 @@ def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(),
         for part, piece in zip(parts, pieces, strict=True):
             equal[part] = _back(arch, config, part, piece, source[part].shape)
     metadata = _metadata(arch, hf, config, stored) | (metadata or {})
+    equal = _together(equal)
     if change:
         change(stored)
     write_file(path, arch, stored, metadata, splits)
     state = fused | cases.fuse_tensors(config, leaves | {n: x for n, x in equal.items() if n in leaves})
     return cases.split_tensors(config, state | {n: x for n, x in equal.items() if n in fused})
+
+
+def _apart(config, source) -> dict:
+    """Splits `kv_b_proj`: by head, and keys with their inputs first."""
+    found = {}
+    for name, tensor in source.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        by_head = tensor.reshape(config.num_attention_heads, -1, tensor.shape[-1])
+        width = config.layers[0].mixer_of("latent_attention").qk_nope_head_dim
+        found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(by_head[:, :width].swapaxes(1, 2))
+        found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(by_head[:, width:])
+    return found
+
+
+def _together(tensors) -> dict:
+    """The inverse of `_apart`."""
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".k_b_proj.weight")]:
+        (keys, values) = (found.pop(name), found.pop(name.replace("k_b", "v_b")))
+        joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        found[name.replace("k_b", "kv_b")] = joined.reshape(-1, joined.shape[-1])
+    return found
 
 
 def _own_name(names, arch, name: str) -> str:
@@ -125,6 +174,7 @@ def _own_name(names, arch, name: str) -> str:
 def _plain(name: str) -> str:
     """A tensor's name as the converter has it before gguf's table."""
     name = name.replace(".experts.{}.", ".experts.").replace(".dt_bias", ".dt_proj.bias")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     return name + ".weight" if name.endswith(("sinks", "layer_scalar", "conv1d")) else name
 
 
@@ -233,7 +283,9 @@ def _metadata(arch: str, hf, config, stored) -> dict:
         "ARCH.attention.key_length": config.head_dim,
         "ARCH.rope.freq_base": float(hf.get("rope_theta") or rope.get("rope_theta", 1e4)),
         "ARCH.attention.sliding_window": hf.get("sliding_window"),
-        "ARCH.expert_count": hf.get("num_experts") or hf.get("num_local_experts"),
+        "ARCH.expert_count": hf.get("num_experts")
+        or hf.get("num_local_experts")
+        or hf.get("n_routed_experts"),
         "ARCH.expert_used_count": hf.get("num_experts_per_tok") or hf.get("top_k_experts"),
         "ARCH.expert_feed_forward_length": hf.get("moe_intermediate_size"),
         "ARCH.expert_shared_feed_forward_length": hf.get("shared_expert_intermediate_size"),
@@ -250,6 +302,10 @@ def _metadata(arch: str, hf, config, stored) -> dict:
             "ARCH.full_attention_interval": 2,
             "ARCH.rope.dimension_count": int(hf["head_dim"] * rope["partial_rotary_factor"]),
         }  # fmt: skip
+    if "kv_lora_rank" in hf:
+        _latent(found, hf, stored)
+    if "n_routed_experts" in hf:
+        _grouped(found, hf, config)
     if arch == "gpt-oss":
         found["ARCH.expert_feed_forward_length"] = hf["intermediate_size"]
     if arch == "gemma3":
@@ -259,6 +315,41 @@ def _metadata(arch: str, hf, config, stored) -> dict:
     if arch == "llama" and rope:
         stored["rope_freqs.weight"] = (_llama3_divisors(hf), F32)
     return found
+
+
+def _latent(found, hf, stored) -> None:
+    """Older files have keys for each head, as their matrix `attn_kv_b` makes them."""
+    (rank, rotated) = (hf["kv_lora_rank"], hf["qk_rope_head_dim"])
+    (key, value) = (hf["qk_nope_head_dim"] + rotated, hf["v_head_dim"])
+    rope = hf.get("rope_scaling") or {}
+    found |= {
+        "ARCH.attention.kv_lora_rank": rank, "ARCH.attention.q_lora_rank": hf["q_lora_rank"],
+        "ARCH.rope.dimension_count": rotated, "ARCH.leading_dense_block_count": hf["num_hidden_layers"],
+        "ARCH.expert_feed_forward_length": hf.get("moe_intermediate_size", hf["intermediate_size"]),
+        "ARCH.expert_shared_count": 0, "ARCH.attention.key_length": key, "ARCH.attention.value_length": value,
+    }  # fmt: skip
+    if "blk.0.attn_k_b.weight" in stored:
+        found |= {
+            "ARCH.attention.head_count_kv": 1, "ARCH.attention.key_length": rank + rotated,
+            "ARCH.attention.value_length": rank, "ARCH.attention.key_length_mla": key,
+            "ARCH.attention.value_length_mla": value,
+        }  # fmt: skip
+    if factor := rope.get("mscale_all_dim"):
+        found["ARCH.rope.scaling.yarn_log_multiplier"] = 0.1 * factor
+
+
+def _grouped(found, hf, config) -> None:
+    router = config.experts.router
+    found |= {
+        "ARCH.leading_dense_block_count": hf["first_k_dense_replace"],
+        "ARCH.expert_shared_count": hf["n_shared_experts"], "ARCH.expert_group_count": hf["n_group"],
+        "ARCH.expert_group_used_count": hf["topk_group"],
+        "ARCH.expert_gating_func": 2 if router.scoring_func == "sigmoid" else 1,
+        "ARCH.expert_weights_scale": hf["routed_scaling_factor"],
+        "ARCH.expert_weights_norm": hf.get("norm_topk_prob"),
+    }  # fmt: skip
+    if hf["model_type"] == "glm4_moe":
+        found["ARCH.rope.dimension_count"] = int(hf["head_dim"] * hf["partial_rotary_factor"])
 
 
 def _gemma4(found, hf, stored) -> None:

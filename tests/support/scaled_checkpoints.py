@@ -65,6 +65,23 @@ def float_tensors(hf: dict[str, Any], is_fused: bool = True) -> dict[str, np.nda
     return apart
 
 
+def published_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random weights by the names of published files: experts apart, and other matrices joined."""
+    stored = {}
+    for name, x in float_tensors(hf).items():
+        if x.ndim < 3 or ".experts." not in name:
+            stored[name] = x
+            continue
+        stem = name.rpartition(".")[0]
+        half = x.shape[1] // 2
+        parts = dict(gate_proj=x[:, :half], up_proj=x[:, half:])
+        parts = parts if name.endswith("gate_up_proj") else dict(down_proj=x)
+        stored |= {
+            f"{stem}.{i}.{part}.weight": one for part, all in parts.items() for i, one in enumerate(all)
+        }
+    return stored
+
+
 def is_matrix(name: str, tensor: np.ndarray) -> bool:
     """Returns True if files have the tensor quantized: it lies within a layer, and is neither a router nor a
     convolution.

@@ -69,7 +69,7 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     stored = open_tensors(path)
     matrix_format = matrix_format and matrix_format.of_files(stored)
-    (tensors, skipped) = text_tensors(stored)
+    (tensors, skipped) = text_tensors(stored, config)
     if files_say_tied:
         config = dataclasses.replace(config, tie_word_embeddings=not has_head(tensors))
     if kept:

@@ -6,31 +6,32 @@ keys.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..config.layer_spec import AttentionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..families.layer_fields import FULL, SLIDING
 from ..families.reading import from_hf
 from ..formats.gguf_file import GgufFile, open_gguf
 from ..formats.gguf_format import gguf_form
 from ..formats.gguf_keys import check_keys
+from ..mixers.latent_attention import LatentAttentionSpec
 from ..sampling.generation_config import check_generation_config
 from ..tokenization.gguf_tokenizer import read_gguf_tokenizer
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .embedding_modules import EmbeddingModules
+from .gguf_architectures import DEEPSEEK2_TYPES, OWN, Settings, integer, number
 from .gguf_tensors import check_reranker, gguf_tensors
 
 _TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gpt-oss": "gpt_oss",
+    "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe",
 }  # fmt: skip
+FAMILIES = {*_TYPES.values(), *DEEPSEEK2_TYPES}
 _KEYS = dict(
     hidden_size="embedding_length", intermediate_size="feed_forward_length",
     num_attention_heads="attention.head_count", num_key_value_heads="attention.head_count_kv",
@@ -49,10 +50,6 @@ _SAMPLING = dict(
     temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p", penalty_repeat="repetition_penalty"
 )
 _POOLINGS = {0: None, 1: "mean", 2: "first", 3: "last", 4: None}  # 4: a reranker
-_WINDOWS = "attention.sliding_window_pattern"
-_GEMMA3_27B = 62  # layers; its attention is scaled by other than the width of a head
-
-Settings = dict[str, Any]
 
 
 def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
@@ -91,7 +88,7 @@ def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
     check_keys(arch, file.metadata)
     own = {key.removeprefix(f"{arch}."): x for key, x in file.metadata.items() if key.startswith(f"{arch}.")}
     drafts = own.get("nextn_predict_layers", 0)  # layers at the end that are not read
-    layers = _integer(own, "block_count")
+    layers = integer(own, "block_count")
     if drafts not in range(layers) or layers > len(file.tensors):
         what = f"block_count {layers} and nextn_predict_layers {format_value(drafts)}"
         raise InputError(f"{what} do not fit the {len(file.tensors)} tensors")
@@ -109,46 +106,31 @@ def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
         use_sliding_window=False,
         is_causal=own.get("attention.causal", True),
     )
-    read = _OWN.get(arch)
+    read = OWN.get(arch)
     return arch, own, settings | read(own, settings, file.tensors) if read else settings
-
-
-def _integer(own: Mapping[str, Any], key: str) -> int:
-    value = own.get(key)
-    if type(value) is not int or not 0 < value < 2**31:
-        raise InputError(f"{key} must be a whole number above 0, got {format_value(value)}")
-    return value
-
-
-def _width_of_heads(own: Mapping[str, Any]) -> int:
-    return _integer(own, "embedding_length") // _integer(own, "attention.head_count")
-
-
-def _head_width(own: Mapping[str, Any]) -> int:
-    key = "attention.key_length"
-    return _integer(own, key) if key in own else _width_of_heads(own)
-
-
-def _number(own: Mapping[str, Any], key: str, default: float) -> float:
-    value = own.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise InputError(f"{key} must be a number from 0 on, got {format_value(value)}")
-    return value
 
 
 def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any]) -> Settings | None:
     """Returns the scaling of RoPE, as llama.cpp reads it. Scaling without a type is linear, and `attn_factor`
     multiplies yarn's own factor. For llama, a tensor has the divisors of the frequencies. The tensor of
-    gemma4 only says which pairs are rotated.
+    gemma4 only says which pairs are rotated. Files of deepseek2 have a tenth of `mscale_all_dim`, and
+    `mscale` is equal to it.
     """
     kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise InputError(f"rope.scaling.type {format_value(kind)} is not supported")
-    factor = _number(own, "rope.scaling.factor", _number(own, "rope.scale_linear", 0)) or 1
+    factor = number(own, "rope.scaling.factor", number(own, "rope.scale_linear", 0)) or 1
     scaled = kind != "none" and factor != 1
-    attention = _number(own, "rope.scaling.attn_factor", 1)
-    if attention != 1 and not (scaled and kind == "yarn"):
+    attention = number(own, "rope.scaling.attn_factor", 1)
+    is_yarn = scaled and kind == "yarn"
+    if attention != 1 and not is_yarn:
         raise InputError(f"rope.scaling.attn_factor {attention} is supported with yarn only")
+    multiplier = number(own, "rope.scaling.yarn_log_multiplier", 0)
+    if multiplier and (not is_yarn or attention != 1):
+        raise InputError(
+            f"rope.scaling.yarn_log_multiplier {multiplier} is supported with yarn, and without"
+            " rope.scaling.attn_factor, only"
+        )
     divisors = tensors.get("rope_freqs.weight") if arch == "llama" else None
     if scaled and (divisors is not None or arch == "gemma4" or arch == "gemma3" and kind == "yarn"):
         raise InputError(f"rope.scaling.type {kind} with factor {factor} is not supported for this model")
@@ -161,6 +143,8 @@ def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any])
     length = own.get("rope.scaling.original_context_length", own["context_length"])
     yarn = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=length, **beta)
     own_factor = {"attention_factor": attention * (0.1 * math.log(factor) + 1)} if attention != 1 else {}
+    if multiplier:
+        own_factor = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     return yarn | own_factor | ({"truncate": False} if arch == "gpt-oss" else {})
 
 
@@ -176,11 +160,29 @@ def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
         "rope.dimension_count": config.rope.rotated_width(width), "rope.dimension_count_swa": config.head_dim,
         "embedding_length_out": config.hidden_size, "attention.scale": scale,
     }  # fmt: skip
+    if latent := config.layers[0].mixer_of(LatentAttentionSpec.kind):
+        expected |= _widths_of_latents(own, latent)
     for key, wanted in expected.items():
-        if (value := _number(own, key, 0)) and not math.isclose(value, wanted, rel_tol=1e-5):
+        if (value := number(own, key, 0)) and not math.isclose(value, wanted, rel_tol=1e-5):
             raise InputError(f"{key} {value} is not supported: only {wanted}, as the model has, is")
     if own.get("attention.causal", True) is False and any(config.layer_windows):
         raise InputError("attention.causal false is not supported with sliding windows")
+
+
+def _widths_of_latents(own: Mapping[str, Any], spec: LatentAttentionSpec) -> dict[str, float]:
+    """Returns the values that keys must have. Files with the keys `_mla`, of heads, have the widths of a
+    latent in the others.
+    """
+    of_head = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    of_latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+    return {
+        "attention.key_length": of_latent if "attention.key_length_mla" in own else of_head,
+        "attention.value_length": spec.kv_lora_rank
+        if "attention.value_length_mla" in own
+        else spec.v_head_dim,
+        "attention.head_dim": of_head,
+        "attention.scale": of_head**-0.5,
+    }
 
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,88 +200,3 @@ def _embedding(own: Mapping[str, Any]) -> EmbeddingModules | None:
         raise InputError(f"pooling_type must be from 0 to {max(_POOLINGS)}, got {format_value(kind)}")
     pooling = _POOLINGS[kind]
     return EmbeddingModules(pooling, (), True, {}, "") if pooling else None
-
-
-def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) -> list[str]:
-    """Returns the type of each layer. The pattern in the file is the number of layers until one has no
-    window, or says for each layer whether it has one.
-    """
-    pattern = own.get(_WINDOWS, period)
-    layers = settings["num_hidden_layers"]
-    if type(pattern) is int and pattern > 0:
-        pattern = [(i + 1) % pattern != 0 for i in range(layers)]
-    if not isinstance(pattern, list) or len(pattern) < layers:
-        raise InputError(f"{_WINDOWS} is {format_value(pattern)}, for {layers} layers")
-    return [SLIDING if slides and "sliding_window" in settings else FULL for slides in pattern[:layers]]
-
-
-def _qwen35(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    (width, rest) = divmod(_integer(own, "ssm.inner_size"), _integer(own, "ssm.time_step_rank"))
-    if rest:
-        raise InputError("ssm.inner_size is not a multiple of ssm.time_step_rank")
-    part = _integer(own, "rope.dimension_count") / _head_width(own)
-    found = dict(linear_value_head_dim=width, partial_rotary_factor=part)
-    recurrent = own.get("attention.recurrent_layers")
-    if recurrent is None:
-        return found
-    layers = settings["num_hidden_layers"]
-    if not isinstance(recurrent, list) or len(recurrent) < layers:
-        raise InputError(f"attention.recurrent_layers is {format_value(recurrent)}, for {layers} layers")
-    return found | dict(layer_types=["linear_attention" if x else FULL for x in recurrent[:layers]])
-
-
-def _gemma3(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    is_27b = settings["num_hidden_layers"] == _GEMMA3_27B
-    scalar = _width_of_heads(own) if is_27b else _head_width(own)
-    local = own.get("rope.freq_base_swa", own.get("rope.local.freq_base", 1e4))
-    types = _layer_types(own, settings)
-    return dict(query_pre_attn_scalar=scalar, rope_local_base_freq=local, layer_types=types)
-
-
-def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    types = _layer_types(own, settings)
-    (heads, widths) = (
-        value if isinstance(value := settings.get(name), list) else [value] * len(types)
-        for name in ("num_key_value_heads", "intermediate_size")
-    )
-    if min(len(heads), len(widths)) < len(types) or FULL not in types:
-        raise InputError("attention.head_count_kv or feed_forward_length lack layers, or all have a window")
-    of_full = {"head_dim": settings.get("head_dim"), "num_key_value_heads": heads[types.index(FULL)]}
-    freqs = tensors.get("rope_freqs.weight")
-    part = 1.0 if freqs is None else float(np.mean(freqs.array() == 1))
-    full = dict(rope_type="proportional", partial_rotary_factor=part, rope_theta=settings["rope_theta"])
-    sliding = dict(rope_type="default", rope_theta=own.get("rope.freq_base_swa", 1e4))
-    per_layer = tensors.get("per_layer_token_embd.weight", tensors["token_embd.weight"])
-    return dict(
-        layer_types=types,
-        hidden_size_per_layer_input=own["embedding_length_per_layer_input"],
-        head_dim=_integer(own, "attention.key_length_swa"),
-        num_key_value_heads=heads[types.index(SLIDING) if SLIDING in types else 0],
-        per_layer_config={str(i): of_full for i, kind in enumerate(types) if kind == FULL},
-        attention_k_eq_v=f"blk.{types.index(FULL)}.attn_v.weight" not in tensors,
-        intermediate_size=widths[0],
-        use_double_wide_mlp=widths[len(types) - 1] != widths[0],
-        enable_moe_block=bool(settings.get("num_experts")),
-        top_k_experts=settings.get("num_experts_per_tok"),
-        vocab_size_per_layer_input=per_layer.shape[0],
-        rope_parameters={FULL: full, SLIDING: sliding},
-    )
-
-
-def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    """Returns the settings of gpt-oss. It always sets `rope_scaling`: without a scaling, the family would use
-    the published one.
-    """
-    if own.get("rope.freq_base_swa", settings["rope_theta"]) != settings["rope_theta"]:
-        raise InputError("rope.freq_base_swa other than rope.freq_base is not supported")
-    return dict(
-        num_local_experts=settings.get("num_experts"),
-        intermediate_size=settings.get("moe_intermediate_size"),
-        rope_scaling=settings["rope_scaling"] or dict(rope_type="default"),
-        layer_types=_layer_types(own, settings, 2),
-    )
-
-
-_OWN: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settings]] = {
-    "qwen35": _qwen35, "qwen35moe": _qwen35, "gemma3": _gemma3, "gemma4": _gemma4, "gpt-oss": _gpt_oss,
-}  # fmt: skip

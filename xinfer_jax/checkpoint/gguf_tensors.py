@@ -5,6 +5,8 @@ llama.cpp's converters change some tensors:
 - Rows of queries and keys of llama alternate between the halves of a head.
 - Norms are stored as 1 + w, and decays as -exp(A_log).
 - Value heads of linear attention are stored by turns of key heads.
+- The two parts of `kv_b_proj` (latent attention) are stored by head as two tensors, and keys have their
+  inputs first. Older files have one tensor.
 - A matrix, for example an NVFP4 matrix, may have a factor, `.scale`, of all its numbers or of the numbers of
   each expert.
 """
@@ -24,7 +26,9 @@ from ..families.family import Joined, Names
 from ..families.layer_fields import shared_kv_layers
 from ..families.naming import FileSpec, file_specs, specs_by_names
 from ..formats.gguf_file import GgufFile, GgufTensor
+from ..formats.tensors import TransposedMatrix
 from ..mixers.gated_delta import GatedDeltaSpec
+from ..mixers.latent_attention import LatentAttentionSpec
 from ..tokenization.tokenizer import Tokenizer
 
 _MLP = ("gate", "up", "down")
@@ -42,6 +46,9 @@ _NAMES = dict(
     mlp_out_norm="post_ffw_norm_1.weight", experts_norm="pre_ffw_norm_2.weight",
     experts_out_norm="post_ffw_norm_2.weight", input_gate="inp_gate", input_proj="proj",
     input_norm="post_norm.weight", layer_scalar="layer_output_scale.weight",
+    q_a="attn_q_a", q_a_norm="attn_q_a_norm.weight", q_b="attn_q_b", kv_a="attn_kv_a_mqa",
+    kv_a_norm="attn_kv_a_norm.weight", k_up="attn_k_b", v_up="attn_v_b",
+    **{"router.correction_bias": "exp_probs_b.bias"},
 )  # fmt: skip
 _GATE_UP = Joined("ffn_gate_up_exps.weight", ("experts.gate", "experts.up"), stacked=True)
 _ATTENTION = Names(joined=(Joined("attn_q", ("q", "attn_gate"), groups="num_attention_heads"),))
@@ -50,9 +57,16 @@ _DELTA = Names(
         gated_norm="ssm_norm.weight", **{f"conv_{leaf}": f"ssm_conv1d.{leaf}" for leaf in "qkv"}),
     (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v"))),
 )  # fmt: skip
-_MIXER_NAMES = {AttentionSpec.kind: _ATTENTION, GatedDeltaSpec.kind: _DELTA}
+_LATENT = Names(joined=(Joined("attn_kv_b", ("k_up", "v_up"), groups="num_attention_heads"),))
+_MIXER_NAMES = {
+    AttentionSpec.kind: _ATTENTION,
+    GatedDeltaSpec.kind: _DELTA,
+    LatentAttentionSpec.kind: _LATENT,
+}
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
-_OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM}
+_OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM, "glm4moe": _POST_NORM}
+_KEYS = ".attn_k_b.weight"  # of latent attention
+_VALUES = ".attn_v_b.weight"
 _FREQS = "rope_freqs.weight"  # the config has it
 _HEAD = "cls.output.weight"
 _LEAST_COSINE = 0.9  # of two rows that differ by the rounding of few bits
@@ -79,6 +93,28 @@ class InterleavedExperts:
         return _experts(part) if len(part.shape) > 2 else [part]
 
 
+@dataclasses.dataclass(frozen=True)
+class KeysAndValues:
+    """The matrix `kv_b_proj` of a checkpoint, from a file that stores its two parts apart."""
+
+    keys: GgufTensor  # [heads, C, P]: inputs first
+    values: GgufTensor  # [heads, V, C]
+    type = "F32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (heads, inputs, outputs) = self.keys.shape
+        return heads * (outputs + self.values.shape[1]), inputs
+
+    def view(self, first_row: int, shape: tuple[int, ...]) -> Any:
+        """Returns the keys or the values of a head."""
+        (_, inputs, outputs) = self.keys.shape
+        (head, row) = divmod(first_row, outputs + self.values.shape[1])
+        if row:
+            return self.values.view(head * shape[0], shape)
+        return TransposedMatrix(self.keys.view(head * inputs, (inputs, outputs)), 0, 1)
+
+
 def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of the tensors
     that are not read. Raises InputError, which names all tensors at fault.
@@ -87,7 +123,7 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
     own_specs = specs_by_names(config, names, _MIXER_NAMES, "blk")
     expected: dict[str, tuple[int, ...]] = {}
     for own in jax.tree.leaves(own_specs):
-        expected |= own.tensor_shapes(file.tensors)
+        expected |= _shapes_in_file(config, own.tensor_shapes(file.tensors))
     (stored, scales) = _with_scales(file, expected)
     skipped = _check_tensors(file, arch, config, expected, scales)
     found: dict[str, Any] = {}
@@ -97,11 +133,29 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
             others = getattr(found.get(spec.fused_name), "parts", {})
             parts = {**others, spec.first_row: tensor}
             found[str(spec.fused_name)] = InterleavedExperts(parts, spec.interleaved)
+        elif own.hf_name.endswith((_KEYS, _VALUES)) and own.hf_name in expected:
+            keys = own.hf_name.replace(_VALUES, _KEYS)
+            both = KeysAndValues(stored[keys], stored[keys.replace(_KEYS, _VALUES)])
+            found[str(spec.fused_name)] = both
         elif "{}" in spec.hf_name:
             found |= {spec.hf_name.format(i): expert for i, expert in enumerate(_experts(tensor))}
         else:
             found[spec.hf_name] = tensor
     return found, skipped
+
+
+def _shapes_in_file(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of tensors. Keys and values of latent attention have an axis of heads."""
+    heads = config.num_attention_heads
+    found = dict(shapes)
+    for name in shapes:
+        if name.endswith(_KEYS):
+            (rows, inputs) = shapes[name]
+            found[name] = (heads, inputs, rows // heads)
+        elif name.endswith(_VALUES):
+            (rows, inputs) = shapes[name]
+            found[name] = (heads, rows // heads, inputs)
+    return found
 
 
 def _check_tensors(
@@ -116,6 +170,7 @@ def _check_tensors(
     faults = [f"missing {name} {list(expected[name])}" for name in expected.keys() - stored.keys()]
     unused |= {name for name in stored if name.endswith(".input_scale")} | scales  # of activations
     unused |= {_FREQS} if arch in ("llama", "gemma4") else set()
+    unused |= {name for name in stored if name.endswith((_KEYS, _VALUES))}  # in files with both forms
     unused |= {_HEAD} if arch.startswith("qwen3") else set()  # `check_reranker`
     unknown = stored.keys() - expected.keys() - unused - drafts
     faults += [f"unexpected {name}" for name in unknown]

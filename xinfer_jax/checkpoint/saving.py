@@ -70,7 +70,7 @@ def save_model(
     parameters, one tensor at a time is on the host. If the parameters are sharded over several processes,
     call this in each of them. Process 0 writes the files.
 
-    Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, MXFP4 or
+    Quantized matrices that come from a checkpoint are written in its format: AWQ, GPTQ, BitNet, FP8, MXFP4 or
     W4A16. Matrices that this library quantized are written in this library's own format, which only this
     library reads.
 
@@ -225,7 +225,8 @@ def _tensors(
     if isinstance(quant_format, MatrixFormat) and kept:  # its settings may have names of the whole model
         quant_format = quant_format.of_files(kept)
     is_float = [not is_quantized(leaf) for leaf in leaves]
-    floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
+    matrices = kept_format.with_matrices(stored) if isinstance(kept_format, MatrixFormat) else stored
+    floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), matrices or None)
     if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):
         raise InputError(f"{others[0]} is {floats[others[0]].dtype}: give a dtype, as dtype='float32'")
     own = _own_dtypes(config)
@@ -238,7 +239,6 @@ def _tensors(
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     if kept_format is not None:
         replaced |= {name for name in stored if kept_format.is_unused(name, stored)}
-        matrices = kept_format.with_matrices(stored) if isinstance(kept_format, MatrixFormat) else {}
         for spec in specs:
             shapes = {spec.hf_name: spec.shape}
             if isinstance(kept_format, MatrixFormat):

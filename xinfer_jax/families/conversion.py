@@ -149,7 +149,7 @@ def plan_tensors(
             joined.setdefault(spec.fused_name, []).append((spec, leaf))
         elif "{}" in spec.hf_name:
             for expert in range(len(leaf)):
-                at = partial(_expert, leaf, expert)
+                at = partial(of_expert, leaf, expert)
                 tensors[spec.hf_name.format(expert)] = TensorOfLeaves(leaf.shape[1:], leaf.dtype, at)
         else:
             tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, leaf.dtype, partial(itself, leaf))
@@ -267,7 +267,8 @@ def itself(leaf: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(leaf)
 
 
-def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
+def of_expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
+    """Makes the tensor of one expert of a leaf."""
     return convert(leaf[expert])
 
 

@@ -24,11 +24,6 @@ def read_latent_attention(
     hf: Mapping, rope_types: tuple[str, ...] = _ROPE_TYPES
 ) -> tuple[LatentAttentionSpec, dict[str, Any]]:
     """Returns the mixer, and the fields of `ModelConfig` that it sets. Raises InputError."""
-    if hf.get("index_topk") is not None:
-        raise InputError(
-            f"index_topk {format_value(hf['index_topk'])} is not supported: it needs an indexer, use a model"
-            " whose attention sees all tokens"
-        )
     check_setting(hf, "is_causal", True)
     widths: dict[str, Any] = {name: get_integer(hf, name) for name in _WIDTHS}
     rotated = widths["qk_rope_head_dim"]

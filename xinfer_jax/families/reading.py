@@ -19,6 +19,8 @@ _DEFAULTS: dict[str, Any] = dict(  # of all families
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False, is_causal=True,
 )  # fmt: skip
+_INDEXED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next")
+_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -31,6 +33,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         raise not_a_config_file(hf)
     hf = text_settings(hf)
     model_type = hf.get("model_type")
+    _check_no_indexer(hf)
     family = load("family", model_type) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(
@@ -71,6 +74,16 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         config = dataclasses.replace(config, layers=tuple(map(_not_causal, config.layers)))
     _check_consistency(config)
     return config
+
+
+def _check_no_indexer(hf: Mapping[str, Any]) -> None:
+    """Raises InputError for sparse attention (DeepSeek-V3.2, GLM-5), whose indexer chooses tokens."""
+    names = ("model_type",) if hf.get("model_type") in _INDEXED else _INDEXER
+    if name := next((name for name in names if hf.get(name) is not None), None):
+        raise InputError(
+            f"{name} {format_value(hf[name])} is not supported: there is no indexer for sparse attention, use"
+            " a model whose attention sees all tokens"
+        )
 
 
 def _not_causal(layer: LayerSpec) -> LayerSpec:

@@ -1,11 +1,13 @@
 """Tensors of a checkpoint that the text model does not read: of other parts, or without effect."""
 
+import re
 from collections.abc import Collection
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -48,6 +50,12 @@ def full_name(own: str, other: str) -> str:
     """
     prefix = find_prefix(other)
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
+
+
+def names_after_layers(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Returns the unused names of layers after the last one of the model: layers that draft tokens."""
+    numbered = {name: _LAYER.match(name) for name in unused_names(config, names)}
+    return {name for name, layer in numbered.items() if layer and int(layer[1]) >= config.num_hidden_layers}
 
 
 def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:

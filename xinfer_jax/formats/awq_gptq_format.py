@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..device import run_in_blocks
@@ -82,23 +83,32 @@ class AwqGptqFormat(MatrixFormat):
                 raise self.misfit(name, leaf)
             module = name.removesuffix(".weight")
             known: Any = [f"{module}.qweight", *([f"{module}.g_idx"] if self.layout == "gptq" else [])]
-            for stored, (shape, _) in self.tensor_specs(name, leaf.shape, known).items():
+            for stored, (shape, _) in self.tensor_specs(name, leaf.shape[-2:], known).items():
                 field = stored.rpartition(".")[2]
                 kind = leaf.scale.dtype if field == "scales" else np.int32
-                make = partial(self._pack_field, field, name, leaf, shape)
-                tensors[stored] = TensorOfLeaves(shape, kind, make)
+                for expert in range(leaf.shape[0]) if "{}" in name else (None,):
+                    make = partial(self._pack_field, field, name, leaf, expert, shape)
+                    tensors[stored.format(expert)] = TensorOfLeaves(shape, kind, make)
         return tensors
 
     def _has_layout(self, leaf: Any) -> bool:
-        if not isinstance(leaf, GroupedWeight) or leaf.int8_activations or len(leaf.shape) > 2:
+        if not isinstance(leaf, GroupedWeight) or leaf.int8_activations:
             return False
-        values = grouped_struct(leaf.shape, self.bits, self._group_size(leaf.inputs)).values
-        same = (leaf.values.shape, leaf.values.dtype) == (values.shape, values.dtype)
+        values = grouped_struct(leaf.shape[-2:], self.bits, self._group_size(leaf.inputs)).values
+        same = (leaf.values.shape[-3:], leaf.values.dtype) == (values.shape, values.dtype)
         return same and (leaf.order is None or self.layout == "gptq")
 
     def _pack_field(
-        self, field: str, name: str, leaf: GroupedWeight, shape: Shape, convert: Callable[[Any], np.ndarray]
+        self,
+        field: str,
+        name: str,
+        leaf: GroupedWeight,
+        expert: int | None,
+        shape: Shape,
+        convert: Callable[[Any], np.ndarray],
     ) -> np.ndarray:
+        if expert is not None:
+            leaf = jax.tree.map(lambda x: x[expert], leaf)
         if field == "scales":
             return convert(leaf.scale)
         if field == "qzeros":

@@ -79,7 +79,7 @@ class AwqGptqByModule(AwqGptqFormat):
         return self._of_module(name).open(name, shape, tensors)
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
-        packed = (self._of_module(name).pack({name: leaf}, dtype) for name, leaf in leaves.items())
+        packed = (self._of_module(name.format(0)).pack({name: leaf}, dtype) for name, leaf in leaves.items())
         return dict(chain.from_iterable(tensors.items() for tensors in packed))
 
     def _of_module(self, name: str) -> AwqGptqFormat:

@@ -103,6 +103,14 @@ class CompressedTensorsFormat(MatrixFormat):
             )
         return cls(schemes)
 
+    @classmethod
+    def with_floats(cls, settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+        """Leaves out modules that a regular expression names."""
+        listed = [name[3:] for name in settings.get("ignore") or [] if name.startswith("re:")]
+        patterns = [re.compile(pattern) for pattern in listed if is_quick_pattern(pattern)]
+        new = [module for module in floats if not any(pattern.match(module) for pattern in patterns)]
+        return super().with_floats(settings, new)
+
     @property
     def stays_quantized(self) -> bool:  # type: ignore[override]
         return any(scheme.stays_quantized for scheme in self.schemes)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import InputError
-from ..families.conversion import TensorOfLeaves, itself
+from ..families.conversion import TensorOfLeaves, itself, of_expert
 from ..weights.fp8_weight import FP8_BLOCK, Fp8Weight, fp8_struct
 from .kept_leaves import KeptForm
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, flat_bytes, read_bytes, read_rows
@@ -72,12 +72,17 @@ class Fp8Format(MatrixFormat):
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors = {}
         for name, leaf in leaves.items():
-            is_known = self.method == "fp8" and isinstance(leaf, Fp8Weight) and len(leaf.shape) == 2
+            is_known = self.method == "fp8" and isinstance(leaf, Fp8Weight)
             if not is_known or self.has_block and not leaf.has_blocks:
                 raise self.misfit(name, leaf)
             scale = f"{name}_scale{'_inv' if leaf.has_blocks else ''}"
             for stored, array in ((name, leaf.values), (scale, leaf.scale)):
-                tensors[stored] = TensorOfLeaves(array.shape, array.dtype, partial(itself, array))
+                if "{}" not in name:
+                    tensors[stored] = TensorOfLeaves(array.shape, array.dtype, partial(itself, array))
+                    continue
+                for expert in range(len(array)):
+                    make = partial(of_expert, array, expert)
+                    tensors[stored.format(expert)] = TensorOfLeaves(array.shape[1:], array.dtype, make)
         return tensors
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:

@@ -12,9 +12,23 @@ from typing import Any
 
 from ..errors import InputError, format_value
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma3", "gemma4", "gpt-oss")
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "deepseek2",
+    "glm4moe",
+)
 _HYBRID = ("qwen35", "qwen35moe")
-_EXPERTS = ("qwen3moe", "qwen35moe", "gemma4", "gpt-oss")
+_LATENT = ("deepseek2",)
+_GROUPED = ("deepseek2", "glm4moe")  # experts that a router chooses in groups
+_EXPERTS = ("qwen3moe", "qwen35moe", "gemma4", "gpt-oss", *_GROUPED)
 _WINDOWS = ("gemma3", "gemma4", "gpt-oss")
 # Keys of the architecture that are read, without its name, and the architectures that read them.
 _READ: dict[str, tuple[str, ...]] = {
@@ -33,6 +47,20 @@ _READ: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"), _EXPERTS),
     "expert_shared_feed_forward_length": ("qwen35moe",),
+    **dict.fromkeys(
+        (
+            "leading_dense_block_count", "expert_shared_count", "expert_group_count",
+            "expert_group_used_count", "expert_gating_func", "expert_weights_norm", "expert_weights_scale",
+        ),
+        _GROUPED,
+    ),
+    **dict.fromkeys(
+        (
+            "attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla",
+            "attention.value_length_mla", "rope.scaling.yarn_log_multiplier",
+        ),
+        _LATENT,
+    ),
     **dict.fromkeys(
         (
             "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
@@ -61,11 +89,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # their defaults would be those of an
         ),
         ARCHITECTURES,
     ),
-    "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4"),
+    "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4", *_GROUPED),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"),
-        ("qwen3moe", "qwen35moe", "gpt-oss")),
+        ("qwen3moe", "qwen35moe", "gpt-oss", "glm4moe")),
+    **dict.fromkeys(("attention.kv_lora_rank", "attention.key_length", "attention.value_length"), _LATENT),
     **dict.fromkeys((key for key in _READ if key.startswith("ssm.")), _HYBRID),
-    "rope.dimension_count": _HYBRID,
+    "rope.dimension_count": (*_HYBRID, *_GROUPED),
     "attention.sliding_window": ("gemma4", "gpt-oss"),
     **dict.fromkeys(
         ("attention.sliding_window_pattern", "attention.key_length", "attention.key_length_swa",

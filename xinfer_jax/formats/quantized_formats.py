@@ -118,9 +118,9 @@ def format_to_write(
     if not stored or format and not format.is_written:
         settings = next(filter(None, (format.settings_for(leaves) for format in FORMATS)))
     elif format:
-        named = zip((spec.hf_name for spec in specs), leaves, strict=True)
+        named = zip((spec.published_name for spec in specs), leaves, strict=True)
         floats = [name for name, leaf in named if len(leaf.shape) == 2 and not is_quantized(leaf)]
-        floats = [name.removesuffix(".weight") for name in floats if name != TIED[0]]
+        floats = [name.removesuffix(".weight") for name in dict.fromkeys(floats) if name != TIED[0]]
         settings = format.with_floats(stored, floats)
     found = read_format(settings)
     for spec, leaf in zip(specs, leaves, strict=True):

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..config.model_config import ModelConfig
 from ..errors import format_names
-from ..families.skipped_tensors import INV_FREQ, find_prefix, text_name
+from ..families.skipped_tensors import INV_FREQ, find_prefix, names_after_layers, text_name
 from .tensors import StoredTensor
 
 _LOGGER = logging.getLogger(__name__)
@@ -17,10 +18,12 @@ _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_la
 _CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_(scale|zero_point)$")  # for keys and values in 8 bits
 
 
-def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def text_tensors(
+    tensors: Mapping[str, StoredTensor], config: ModelConfig
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Returns the tensors by the names that the text model alone would have, and patterns with counts of the
     tensors that are known and not read: images and sound are not served, the layers for multi-token
-    prediction (`mtp`) do not draft, and rotary frequencies are computed.
+    prediction (`mtp`, or layers after the last one) do not draft, and rotary frequencies are computed.
     """
     found: dict[str, StoredTensor] = {}
     skipped: Counter[str] = Counter()
@@ -29,6 +32,7 @@ def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
             found[own] = tensor
         if not own or own.endswith(INV_FREQ):
             skipped[f"*{INV_FREQ}" if own else f"{find_prefix(name)}*"] += 1
+    skipped.update(".".join([*name.split(".")[:3], "*"]) for name in names_after_layers(config, found))
     return found, _counted(skipped)
 
 

@@ -70,6 +70,12 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = (f"{_LEAD}{_UPPER}*{_LOWER}+", f"{_LEAD}{_UPPER}+{_LOWER}*")
 _CASES_WITH_SUFFIX = (*(f"{case}{_SUFFIX}?" for case in _CASES), r"\p{N}{1,3}", _SIGNS_OR_PATH, _SPACES)
+_NOT_HAN = r"\p{M}&&[^\p{Han}]]"
+_KIMI = tuple(case.replace(r"\p{M}]", _NOT_HAN) + f"{_SUFFIX}?" for case in _CASES)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    "|".join((*(f"{case}{_SUFFIX}?" for case in _CASES), r"\p{N}", _SIGNS_OR_PATH, _SPACES)),
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = "|".join((_SUFFIX, _WORD, r"\p{N}{1,3}", _SIGNS, _SPACES))
 _QWEN2 = "|".join((_SUFFIX, _WORD, r"\p{N}", _SIGNS, _SPACES))
@@ -100,6 +106,8 @@ _WORDS = {
     **dict.fromkeys(
         ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _Words(("|".join(_CASES_WITH_SUFFIX),))
     ),
+    "kimi-k2": _Words(("|".join((r"\p{Han}+", *_KIMI, r"\p{N}{1,3}", _SIGNS, _SPACES)),)),
+    "youtu": _Words(_YOUTU, ignore_merges=True),
     "tekken": _Words(
         ("|".join((*_CASES, r"\p{N}", _SIGNS_OR_PATH, _SPACES)),), ignore_merges=True, add_bos=True
     ),

@@ -21,8 +21,8 @@ class Fp8Weight(QuantizedWeight):
     scale: jax.Array  # float32 [O], or [⌈O/128⌉, ⌈I/128⌉]
     kept_as: ClassVar = "fp8"  # the value of `quantize` that asks for it
     not_written: ClassVar = (  # the error where files have no place for it
-        "is kept in FP8, which is saved only in the files of a checkpoint with quant_method fp8, without"
-        " experts: load the model without quantize='fp8', and save that"
+        "is kept in FP8, which is saved only in the files of a checkpoint with quant_method fp8: load the"
+        " model without quantize='fp8', and save that"
     )
 
     @property
