@@ -18,7 +18,8 @@ NEED_LLGUIDANCE = {"grammar.json_schema"}
 def test_the_most_used_names_have_examples():
     assert {*EXAMPLES} == QUICK | {
         "generate", "GenerateOptions", "stream", "generate_text", "init_cache", "stream_text",
-        "grammar.compile_dfa", "Engine", "SamplingConfig", "beam_search", "decode_loop", "embed_texts", "forward", "prefill",
+        "grammar.compile_dfa", "Engine", "SamplingConfig", "beam_search", "decode_loop",
+        "embed_texts", "forward", "prefill",
         "score", "score_completions", "grammar.json_schema", "lora.with_adapter",
     }  # fmt: skip
 
