@@ -12,6 +12,8 @@ pytestmark = pytest.mark.oldest
 EXAMPLES = {name: text for name, x in PUBLIC.items() if ">>> " in (text := inspect.getdoc(x) or "")}
 # They compile nothing.
 QUICK = {"load_model", "save_model", "encode_prompt", "params.param_names", "tools.parse_tool_calls"}
+# Other tests take the same paths.
+SOAK = {"beam_search", "embed_texts", "score_completions", "Engine", "lora.with_adapter", "stream_text"}
 NEED_LLGUIDANCE = {"grammar.json_schema"}
 
 
@@ -24,7 +26,7 @@ def test_the_most_used_names_have_examples():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", full_except(QUICK, EXAMPLES))
+@pytest.mark.parametrize("name", full_except(QUICK, EXAMPLES, soak=SOAK))
 def test_example_prints(name):
     if name in NEED_LLGUIDANCE:
         pytest.importorskip("llguidance", reason="llguidance serves grammars")
