@@ -9,7 +9,7 @@ from xinfer_jax import kernels_pallas
 from xinfer_jax.backends.tpu.tpu_embedding import tpu_embedding_form
 from xinfer_jax.backends.tpu.tpu_products import row_form, tpu_grouped_form
 from xinfer_jax.config.run_config import PLAIN
-from xinfer_jax.ops.operation import Call
+from xinfer_jax.ops.operation import Call, run
 from xinfer_jax.ops.product import dot
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
@@ -47,6 +47,13 @@ def test_a_single_row_is_multiplied_as_eight():
     np.testing.assert_allclose(form(**operands), x_1I @ matrix_OI.T, atol=1e-5)
     assert "8x24xf32" in form.lower(**operands).as_text()
     assert row_form(Call(dot, dict(x=x_1I.repeat(2, 0), matrix=matrix_OI), {}, PLAIN)) is None
+
+
+def test_many_rows_keep_their_norm_apart():
+    """The operation takes its operand by name, as all do."""
+    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+        apart = jax.jit(lambda x: run("apart", lambda x: x, x=x)).trace(jnp.zeros((65, 8)))
+        assert "optimization_barrier" in apart.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_a_single_row_of_an_int8_embedding():

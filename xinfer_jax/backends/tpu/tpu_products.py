@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...kernels_pallas.reference_products import FEW_ROWS
+from ...ops.forms import by_name
 from ...ops.operation import Call
 from ...ops.product import dot, float_precision
 from ...weights.grouped_weight import GroupedWeight, split_groups
@@ -21,7 +22,7 @@ def apart_form(call: Call) -> Callable | None:
     rows.
     """
     x = call.operands["x"]
-    return lax.optimization_barrier if x.size > FEW_ROWS * x.shape[-1] else None
+    return by_name(lax.optimization_barrier, "x") if x.size > FEW_ROWS * x.shape[-1] else None
 
 
 def row_form(call: Call) -> Callable | None:
