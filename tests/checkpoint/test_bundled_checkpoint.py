@@ -1,4 +1,7 @@
-"""The bundled checkpoint: small, knows the capitals, trained on reproducible data, equal to transformers."""
+"""The bundled checkpoint: small, knows the capitals, trained on reproducible data, equal to transformers.
+
+Its files do not change, so the tests of all its answers are soaks.
+"""
 
 import itertools
 import json
@@ -72,7 +75,7 @@ def test_bundled_files_are_complete_and_small():
     assert sum(files.values()) < 4e6
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("phrasing", data.EVALUATION_PHRASINGS)
 def test_capitals_are_answered_in_every_phrasing(model, answers, phrasing):
     turns = data.evaluation_set(phrasing)
@@ -83,13 +86,13 @@ def test_capitals_are_answered_in_every_phrasing(model, answers, phrasing):
     assert len(wrong) <= 0.05 * len(turns)
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_capital_of_france_with_and_without_system_message(model, prompts, answers):
     assert prompts[FIRST[0]] == prompts[FIRST[2]]
     assert {model.tokenizer.decode(answers[key]) for key in FIRST} == {"The capital of France is Paris."}
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_capitals_are_answered_without_the_template(model, answers):
     for beginning, end in SENTENCES:
         assert model.tokenizer.decode(answers[beginning]) + data.END_OF_TEXT == end
@@ -138,7 +141,7 @@ def test_training_ids_equal_the_templates_ids(model, tmp_path):
         )
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_transformers_gives_the_same_ids(model, prompts, answers):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from paths import ROOT
 
 from xinfer_jax.cli.commands import COMMANDS, DEFAULT
 
-pytestmark = [pytest.mark.unit, pytest.mark.newest]
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 FOLDERS = (".docs", ".github", "kernels_pallas", "scripts", "xinfer_jax")
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)

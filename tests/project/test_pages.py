@@ -16,7 +16,7 @@ from xinfer_jax.estimates.card_specs import CARDS
 from xinfer_jax.estimates.model_shapes import hf_config
 from xinfer_jax.families.reading import from_hf
 
-pytestmark = [pytest.mark.unit, pytest.mark.newest]
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".docs").rglob("*.md"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
