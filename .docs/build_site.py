@@ -30,6 +30,9 @@ except ImportError as error:
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
+
+import xinfer_jax as xj  # noqa: E402
+
 TUTORIALS = ["generate_and_score", "rollouts_in_jit", "lora", "grpo", "look_inside"]  # in reading order
 # The parts of the site: the address of each page, and its text.
 CONTENTS = {
@@ -71,9 +74,9 @@ CONTENTS = {
 }
 ADDRESSES = {text: address for part in CONTENTS.values() for address, text in part.items() if text}
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
-NAMESPACES = ["grammar", "tools", "lora", "params", "rollouts", "types", "testing"]
+NAMESPACES = [name for name in xj.__all__ if isinstance(getattr(xj, name), types.ModuleType)]
 SUFFIXES = {".md": ".md", ".py": ".ipynb"}  # of a text, and of its copy
-LINK = re.compile(r"(\]\(|\bsrc=\"|\bsrcset=\")([^)\s#\"]*)(#[^)\s\"]*)?(?=[)\s\"])")
+LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
 
 
 def copy_text(name: str, address: str, folder: Path) -> None:

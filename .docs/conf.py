@@ -18,14 +18,13 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["files"]
-templates_path = [
-    str(ROOT / ".docs/templates")
-]  # autosummary looks in the folder of the texts, Sphinx in this one
+# Absolute, since autosummary begins in the folder of the texts, and Sphinx in this one.
+templates_path = [str(ROOT / ".docs/templates")]
 highlight_language = "none"  # unless a block names its language
 smartquotes = False
 default_role = "py:obj"  # `name` in a docstring is code, and a link if it is a public name
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # the anchors that GitHub makes
 nb_execution_timeout = 1800
 nb_execution_raise_on_error = True
@@ -40,7 +39,6 @@ autodoc_typehints = "none"  # signatures have them; `Args:` says what they mean
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True  # the fields of a dataclass as one list

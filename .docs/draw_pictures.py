@@ -17,7 +17,7 @@ svg { --back: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b8c0c9; --card:
   svg { --back: #15181d; --ink: #e6e9ed; --soft: #9aa4af; --line: #4a535d; --card: #20252c;
         --blue: #6ea2ff; --orange: #f0a35a; --green: #62c383; --pale: #243b61; } }
 text { font-family: system-ui, -apple-system, 'Segoe UI', sans-serif; fill: var(--ink); font-size: 14px; }
-.title { font-weight: 600; } .soft { fill: var(--soft); font-size: 12.5px; } .end { text-anchor: end; }
+.title { font-weight: 600; } .soft { fill: var(--soft); font-size: 12.5px; }
 .middle { text-anchor: middle; }
 .code { font-family: ui-monospace, 'DejaVu Sans Mono', monospace; font-size: 12.5px; }
 .card { fill: var(--card); stroke: var(--line); }

@@ -22,7 +22,6 @@ from tables import cards, environment, families, http_fields, markdown, metrics,
 
 CHECK = flags.DEFINE_bool("check", False, "Write nothing, and name the tables that are stale.")
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".docs", "xinfer_jax", "kernels_pallas", "scripts")
 TABLES: markdown.Tables = {
     name: functools.cache(make)
     for name, make in {
@@ -50,15 +49,9 @@ TABLES: markdown.Tables = {
 }
 
 
-def markdown_files() -> list[Path]:
-    """Returns the files that may have tables."""
-    folders = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
-    return sorted([*ROOT.glob("*.md"), *(path for path in folders if not path.is_symlink())])
-
-
 def main(argv: list[str]) -> int:
     found = 0
-    for path in markdown_files():
+    for path in markdown.pages(ROOT):
         text = path.read_text(encoding="utf-8")
         try:
             stale = markdown.stale_blocks(text, TABLES)

@@ -29,8 +29,7 @@ VARIABLES = (
     (
         "JAX_COMPILATION_CACHE_DIR", "a directory",
         "The directory of compiled programs. Commands use `~/.cache/xinfer_jax` if it is not set and you do"
-        " not"
-        " pass `--compilation_cache`. Programs of your own have no such cache unless you set it.",
+        " not pass `--compilation_cache`. Programs of your own have no such cache unless you set it.",
     ),
     (
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "seconds; jax's default is 1",
@@ -47,8 +46,7 @@ VARIABLES = (
     (
         "XLA_FLAGS", "XLA's flags",
         "`--xla_force_host_platform_device_count=8` makes eight virtual devices of a CPU, to try a mesh."
-        " Pages"
-        " in files are found again only by engines with equal flags.",
+        " Pages in files are found again only by engines with equal flags.",
     ),
     (
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "a number up to 1; jax's default is 0.75",

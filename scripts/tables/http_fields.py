@@ -96,8 +96,7 @@ RESPONSES = {
     "instructions": "The system message, which comes first.",
     "max_output_tokens": "The most tokens of the answer.",
     "text": "An object: `format` is the form of the answer (`text`, `json_object` or `json_schema`)."
-    " `verbosity` has"
-    " no effect.",
+    " `verbosity` has no effect.",
     "reasoning": "An object: `effort` goes to the chat template. `summary` and `generate_summary` have no"
     " effect.",
     "include": f"A list of `{responses_request.LOGPROBS}` and `{responses_request.ENCRYPTED}`.",

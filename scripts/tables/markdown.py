@@ -2,12 +2,21 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from xinfer_jax.errors import InputError
 
 Tables = dict[str, Callable[[], list[str]]]
 # A block, which begins with the name of its table.
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+FOLDERS = (".docs", ".github", "kernels_pallas", "scripts", "tests", "xinfer_jax")
+
+
+def pages(root: Path) -> list[Path]:
+    """Returns the Markdown files of a checkout, without the built site."""
+    folders = (path for folder in FOLDERS for path in (root / folder).rglob("*.md"))
+    return sorted([*root.glob("*.md"), *(path for path in folders if "site" not in path.parts)])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -20,8 +20,7 @@ MEANINGS = {
     "vllm:num_requests_running": "Answers that have a slot now: they are prefilled or decoded.",
     "vllm:num_requests_waiting": "Answers that wait for a slot now.",
     "vllm:kv_cache_usage_perc": "The part of the pages that rows use now, from 0 to 1. Pages that only the"
-    " prefix"
-    " cache holds do not count.",
+    " prefix cache holds do not count.",
     "vllm:weight_version": "The version of the engine's weights.",
     "vllm:prompt_tokens": "Tokens of prompts, with those that the prefix cache had.",
     "vllm:generation_tokens": "Tokens that were generated.",

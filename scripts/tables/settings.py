@@ -1,7 +1,6 @@
 """The tables of sampling settings, of the options of an engine, and of the flags of the server."""
 
 import dataclasses
-import inspect
 import re
 from typing import Any
 
@@ -29,7 +28,7 @@ FLAGS = {"adapters": "`--adapter NAME=PATH`", "role": "`--role`, in `serve` only
 
 def sampling() -> list[str]:
     """Returns each sampling setting: its names, its range, its default and its meaning."""
-    meanings = _attributes(SamplingConfig)
+    meanings = option_texts(SamplingConfig)
     rows = []
     for setting in SETTINGS.values():
         flag = code(f"--{setting.field}") if setting.help else "—"
@@ -102,9 +101,3 @@ def _split_default(text: str) -> tuple[str, str]:
     if not found:
         return text, ""
     return f"{text[: found.start()]}{text[found.end() :]}".strip(), found[1].strip()
-
-
-def _attributes(cls: type) -> dict[str, str]:
-    """Returns the entries of `Attributes:` in the docstring of a class."""
-    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}

@@ -8,12 +8,13 @@ from importlib import import_module
 
 import pytest
 from paths import ROOT
+from tables import markdown
 
 from xinfer_jax.cli.commands import COMMANDS, DEFAULT
 
 pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
-FOLDERS = (".docs", ".github", "kernels_pallas", "scripts", "xinfer_jax")
+PAGES = [str(path.relative_to(ROOT)) for path in markdown.pages(ROOT)]
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # The first words of a command of ours, after assignments of variables and programs that start it.
@@ -24,11 +25,6 @@ NAMES = {
     "xinfer-jax-batch": "batch",
     "xinfer-jax-serve": "serve",
 }
-
-
-def pages() -> list[str]:
-    paths = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
-    return sorted({str(path.relative_to(ROOT)) for path in paths})
 
 
 def command_lines(block: str) -> list[list[str]]:
@@ -68,7 +64,7 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
     return [command for command in found if command is not None]
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_have_their_flags(page):
     for name, arguments in commands_of(page):
         parser = import_module(f"xinfer_jax.{COMMANDS[name].module}").PARSER
@@ -79,7 +75,7 @@ def test_commands_of_a_page_have_their_flags(page):
 
 
 def test_commands_are_found():
-    counts = {page: len(commands_of(page)) for page in pages()}
+    counts = {page: len(commands_of(page)) for page in PAGES}
     assert counts["README.md"] >= 3 and counts[".docs/pages/recipes.md"] >= 20
     assert arguments_of(["A=1", ".venv/bin/xinfer-jax", "--prompt", "a"]) == (DEFAULT, ["--prompt", "a"])
     assert arguments_of(["srun", "xinfer-jax", "batch", "--in_order"]) == ("batch", ["--in_order"])

@@ -10,6 +10,7 @@ import pytest
 import run_script
 from paths import ROOT
 from quick import full_except
+from tables import markdown
 
 import xinfer_jax as xj
 
@@ -42,9 +43,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 
 def test_every_block_is_tested():
-    folders = (ROOT / ".docs", ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
-    paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
-    counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in paths}
+    counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in markdown.pages(ROOT)}
     assert {name: count for name, count in counts.items() if count} == {
         name: len(patterns) for name, patterns in PRINTED.items()
     }

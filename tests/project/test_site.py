@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import Browser
-from paths import ROOT
+from paths import ROOT, SCRIPTS
+from tables import markdown
 
 DOCS = ROOT / ".docs"
 
@@ -48,9 +49,8 @@ def test_the_charts_show_figures_of_the_page_of_measurements():
 
 @pytest.mark.unit
 def test_each_picture_is_shown_on_a_page():
-    texts = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     shown = set()
-    for page in map(ROOT.joinpath, texts.stdout.splitlines()):
+    for page in markdown.pages(ROOT):
         links = re.findall(r"!\[[^]]+\]\(([^)]+\.svg)\)", page.read_text(encoding="utf-8"))
         shown |= {(page.parent / link).resolve() for link in links if "://" not in link}
     assert shown == {path.resolve() for path in (DOCS / "pictures").glob("*.svg")}
@@ -103,11 +103,8 @@ Promise.all(inside.map(async x => (await fetch(x, {method: 'HEAD'})).ok ? null :
 
 def check_every_text_is_a_page(site):
     addresses = load("build_site").ADDRESSES
-    if (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "*.md", "scripts/tutorials/*.py"], cwd=ROOT, capture_output=True
-        )
-        assert {*listed.stdout.decode().split()} <= {*addresses}
+    texts = [*markdown.pages(ROOT), *(SCRIPTS / "tutorials").glob("*.py")]
+    assert {str(path.relative_to(ROOT)) for path in texts} == {*addresses}
     assert not [address for address in addresses.values() if not (site / f"{address}.html").is_file()]
 
 

@@ -17,7 +17,7 @@ from xinfer_jax.plugins import names
 make_tables = functions("make_tables")  # its flag --check is not left behind
 pytestmark = pytest.mark.oldest
 
-TEXTS = {path: path.read_text(encoding="utf-8") for path in make_tables.markdown_files()}
+TEXTS = {path: path.read_text(encoding="utf-8") for path in markdown.pages(ROOT)}
 BLOCKS = [(path, name) for path, text in TEXTS.items() for _, name, *_ in markdown.BLOCK.findall(text)]
 
 

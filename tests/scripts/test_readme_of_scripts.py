@@ -11,6 +11,7 @@ import run_script
 from absl import flags
 from paths import ROOT, SCRIPTS
 from quick import full_except
+from tables import markdown
 
 from xinfer_jax.cli.commands import COMMANDS
 
@@ -18,12 +19,11 @@ pytestmark = pytest.mark.oldest
 
 HELPERS = {"launcher.py", "script_paths.py"}
 COMMAND = re.compile(r"python (scripts|tests/support)/(\w+)\.py([^`\n|#]*)")
-FOLDERS = (".docs", ".github", "kernels_pallas", "scripts", "tests", "xinfer_jax")
-PAGES = sorted(
+PAGES = [
     str(path.relative_to(ROOT))
-    for path in [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
-    if "site" not in path.parts and COMMAND.search(path.read_text(encoding="utf-8"))
-)
+    for path in markdown.pages(ROOT)
+    if COMMAND.search(path.read_text(encoding="utf-8"))
+]
 LEAST = {
     "scripts/bench/README.md": 20,
     "scripts/README.md": 1,

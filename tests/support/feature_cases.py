@@ -25,8 +25,8 @@ from xinfer_jax.weights.params import tree_bytes
 
 # Of each family the first case that generates after all of its prompts.
 FAMILIES = {
-    case.hf["model_type"]: name
-    for name, case in reversed(cases.CASES.items())
+    case.hf["model_type"]: case
+    for case in reversed(cases.CASES.values())
     if len(case.continued_prompts) == len(case.lengths)
 }
 forward = jax.jit(xj.forward, static_argnums=1)
@@ -40,7 +40,7 @@ def _logits(params: Any, config: xj.ModelConfig, prompts: list[list[int]]) -> np
 
 def check_quantized(family: str, folder: Path) -> None:
     """int8 and int4: leaves in fewer bytes, and the logits of the same numbers as floats."""
-    case = cases.CASES[FAMILIES[family]]
+    case = FAMILIES[family]
     path = write_checkpoint(folder, case.hf, fused=True)
     whole = xj.load_model(path, "float32")
     for quantize in ("int8", "int4"):
@@ -54,7 +54,7 @@ def check_quantized(family: str, folder: Path) -> None:
 
 def check_own_files(family: str, folder: Path) -> None:
     """A model in int8 is saved in the library's own format, and loads with the same leaves."""
-    path = write_checkpoint(folder / "a", cases.CASES[FAMILIES[family]].hf, fused=True)
+    path = write_checkpoint(folder / "a", FAMILIES[family].hf, fused=True)
     model = xj.load_model(path, "float32", "int8")
     xj.save_model(model.params, model.config, folder / "b")
     again = xj.load_model(folder / "b")
@@ -63,7 +63,7 @@ def check_own_files(family: str, folder: Path) -> None:
 
 def check_fp8_files(family: str, folder: Path) -> None:
     """Matrices of a file in FP8 become the floats that they stand for."""
-    hf = cases.CASES[FAMILIES[family]].hf
+    hf = FAMILIES[family].hf
     path, equal = files.checkpoint(folder / "a", hf, files.fp8_settings([10, 14]), files.fp8((10, 14)))
     found, wanted = xj.load_model(path, "float32"), files.equal_model(folder / "b", hf, equal)
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
@@ -73,7 +73,7 @@ def check_adapters(family: str, folder: Path) -> None:
     """Adapters of all default targets: added to the matrices they give the logits that they give beside
     them; rows of one call have different ones; and they are saved and loaded.
     """
-    params, config, prompts = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    params, config, prompts = family_checks.small_model(FAMILIES[family])
     adapters = [random_adapter(config, seed, 3) for seed in (1, 2)]
     wanted = [_logits(xj.lora.merge_adapter(params, x), config, prompts[:1]) for x in adapters]
     for adapter, want in zip(adapters, wanted, strict=True):
@@ -91,7 +91,7 @@ def check_adapters(family: str, folder: Path) -> None:
 
 def check_scales(family: str, folder: Path) -> None:
     """Scales of inputs of matrices, which activation-aware rounding folds in, keep the logits."""
-    params, config, prompts = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    params, config, prompts = family_checks.small_model(FAMILIES[family])
     scaled = awq.scaled_params(params, config, prompts, "int4", 16)
     before, after = (_logits(tree, config, prompts[:2]) for tree in (params, scaled))
     np.testing.assert_allclose(after, before, rtol=0, atol=2e-4 * np.abs(before).max())
@@ -103,19 +103,19 @@ def check_scales(family: str, folder: Path) -> None:
 
 
 def check_engine(family: str, folder: Path) -> None:
-    model = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    model = family_checks.small_model(FAMILIES[family])
     is_latent = LatentAttentionSpec.kind in {mixer.kind for mixer in model[1].mixer_specs}
     family_checks.check_engine_bits(model, "float32" if is_latent else "int8")
 
 
 def check_drafts(family: str, folder: Path) -> None:
     """With draft tokens from the text: the greedy tokens, which are those of a forward pass without cache."""
-    family_checks.check_tokens(family_checks.small_model(cases.CASES[FAMILIES[family]]))
+    family_checks.check_tokens(family_checks.small_model(FAMILIES[family]))
 
 
 def check_draft_model(family: str, folder: Path) -> None:
     """A model as the draft model of itself: its own tokens, and most draft tokens are accepted."""
-    params, config, prompts = family_checks.small_model(cases.CASES[FAMILIES[family]])
+    params, config, prompts = family_checks.small_model(FAMILIES[family])
     drafted = dataclasses.replace(CACHED, draft=xj.Model(params, config), draft_tokens=2)
     out = xj.generate(params, config, prompts[:2], drafted)
     assert out.tokens == xj.generate(params, config, prompts[:2], CACHED).tokens
@@ -144,7 +144,7 @@ def is_supported(feature: str, family: str) -> bool:
     if feature not in EXCLUDABLE:
         return True
     try:
-        check_supported(cases.CASES[FAMILIES[family]].config, EXCLUDABLE[feature], "it is", "leave it out")
+        check_supported(FAMILIES[family].config, EXCLUDABLE[feature], "it is", "leave it out")
     except xj.InputError:
         return False
     return True

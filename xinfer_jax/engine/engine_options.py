@@ -157,8 +157,8 @@ class EngineSettings(TypedDict, total=False):
     taps: "Mapping[str, Mapping[int, AnyArray]] | None"
 
 
-def option_texts() -> dict[str, str]:
-    """Returns the text of each option, from the docstring of `EngineOptions`. Flags of commands show it."""
-    attributes = inspect.getdoc(EngineOptions) or ""
+def option_texts(options: type = EngineOptions) -> dict[str, str]:
+    """Returns the text of each option, from the docstring of its class. Flags of commands show it."""
+    attributes = inspect.getdoc(options) or ""
     entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

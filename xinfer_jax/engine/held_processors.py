@@ -54,9 +54,9 @@ class HeldProcessors(HeldTable[tuple[LogitsProcessor, Any]]):
         return Callers(tuple(states), None, processors, uses_BP=uses_1P)
 
     def _by_name(self, pairs: Sequence[Any]) -> dict[str, Any]:
-        """Returns the arguments by name for pairs of a processor and the arguments of one row, as in
-        `generate`. Raises InputError for a processor that the engine does not hold, or for another order than
-        the engine's.
+        """Returns the arguments by name for pairs of a processor and the arguments of one row, which have the
+        form that `generate` takes. Raises InputError if the engine does not hold a processor, or holds them
+        in another order.
         """
         given: dict[str, Any] = {}
         for pair in pairs:

@@ -151,7 +151,7 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
 
 def _options_of_prompts(options: Any, prompts: int) -> list[Any]:
     """Returns the options of each prompt. Options for several prompts have arguments of processors with the
-    same number of rows, as in `generate`.
+    same number of rows, which `generate` asks for too.
     """
     each = _per_prompt("options", options, prompts)
     pairs = getattr(options, "processors", None)
