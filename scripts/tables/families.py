@@ -74,6 +74,7 @@ PUBLISHED = {
 }  # fmt: skip
 TESTED = "tested"
 COMPILED = "compiled only"
+_ATTENTION = {"decode_attention", "prefill_attention"}
 NO = "no"
 _GPU = CARDS["h200"], CARDS["rtx4090"]
 _TPU = (TPUS["v6e"],)
@@ -152,14 +153,16 @@ def _has_golden_file(family: str) -> bool:
 
 def _kernels(family: str, devices: tuple[Card | Tpu, ...]) -> str:
     """Returns "compiled only" if kernels compute the attention of a family's published shapes on all of the
-    devices, else "no". If shapes differ, the text names them.
+    devices, else "no" or "decode compiled only". If shapes differ, the text names them.
     """
-    lacking = [
-        name
+    found = {
+        name: set.intersection(*({*kernels_of(config, x)} for x in devices))
         for name, config in published_configs(family).items()
-        if not all(kernels_of(config, x) for x in devices)
-    ]
-    if len(lacking) == len(published_configs(family)):
+    }
+    if all(kernels == {"decode_attention"} for kernels in found.values()):
+        return f"decode {COMPILED}"
+    lacking = [name for name, kernels in found.items() if not _ATTENTION <= kernels]
+    if len(lacking) == len(found):
         return NO
     return f"{COMPILED}; {', '.join(map(code, lacking))}: {NO}" if lacking else COMPILED
 
@@ -181,10 +184,9 @@ def _one_period(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def kernels_of(config: ModelConfig, device: Card | Tpu) -> tuple[str, ...]:
-    """Returns the kernels that `generate` runs in bfloat16 on a device, or () if XLA computes attention."""
+    """Returns the kernels that compute attention on a device when `generate` runs in bfloat16."""
     with kernels_pallas.assume_device(device.capability, device.name, device.platform):
         used = xj.kernels_used(
             device_weights(config, "bfloat16", 1), config, rows=_ROWS, cache_dtype="bfloat16"
         )
-    found = tuple(kernel for kernel, selection in used.items() if selection.impl != "xla")
-    return found if {"decode_attention", "prefill_attention"} <= {*found} else ()
+    return tuple(kernel for kernel in _ATTENTION if used[kernel].impl != "xla")
