@@ -317,7 +317,7 @@ def test_kimi_k2_is_deepseek_v3():
 
 
 def test_numbers_of_published_models():
-    """DeepSeek-V3 has 671 billion parameters, 37 of a token."""
+    """DeepSeek-V3 has 671 billion parameters. A token uses 38 billion of them, embeddings included."""
     specs = xj.params.param_names(xj.ModelConfig.from_hf(DEEPSEEK_V3))
     numbers = sum(int(np.prod(spec.shape)) for spec in specs)
     idle = sum(int(np.prod(spec.shape)) for spec in specs if ".experts." in spec.path) * 248 // 256

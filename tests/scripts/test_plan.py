@@ -1,5 +1,6 @@
 """`xinfer-jax plan`: bytes compared with arrays and known models."""
 
+import math
 import re
 import tempfile
 from functools import partial
@@ -17,7 +18,7 @@ from xinfer_jax.cli import plan_flags
 from xinfer_jax.estimates import plan_estimates as estimates
 from xinfer_jax.estimates.model_shapes import hf_config
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.weights.params import param_specs, tree_bytes
 from xinfer_jax.weights.quantization import METHODS
 
 pytestmark = pytest.mark.oldest
@@ -66,9 +67,10 @@ def test_pages_are_those_of_an_engine(kind):
 def test_bytes_of_known_models(name, numbers):
     config = from_hf(hf_config(name))
     assert estimates.num_weights(config) == numbers
-    assert estimates.mesh_plan(plan_job(config), 1).parts["weights"] == 2 * numbers
-    half = estimates.mesh_plan(plan_job(config), 2).parts["weights"]
-    assert numbers < half < 1.001 * numbers  # norms are on both
+    whole, half = (estimates.mesh_plan(plan_job(config), n).parts["weights"] for n in (1, 2))
+    routers = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)) if spec.dtype)
+    assert whole == 2 * numbers + 2 * routers  # which are float32
+    assert numbers < half < 1.002 * numbers  # norms and routers are on both
 
 
 def test_bytes_of_experts_in_mxfp4():
@@ -96,6 +98,13 @@ def test_plan_prints_bytes():
     (line,) = (line for line in lines if line.startswith("model=4 "))
     assert line.split()[1:] == ["33.9", "20.0", "1.1", "50.0", "28"]  # GiB, and rows
     assert "The smallest mesh on which it fits: model=4, 2 such engines on 8 devices" in lines
+
+
+def test_plan_of_latent_attention():
+    """DeepSeek-V3 has 576 numbers of a token in each of 61 layers."""
+    lines = plan("--model=deepseek-v3", "--devices=16xh200").stdout.splitlines()
+    assert lines[0].endswith("513 pages in bfloat16 (70,272 bytes a token)")
+    assert lines[-1] == "The smallest mesh on which it fits: model=16"
 
 
 def test_formats_of_the_flag_are_those_of_the_estimates():

@@ -21,9 +21,11 @@ def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | 
     context = check_integer("context", flags.context, 2, config.context_length)
     job = estimates.EngineLoad(config, flags.weights, kv, flags.rows, context, flags.chunk)
     billions = f"{estimates.num_weights(config) / 1e9:,.2f} billion"
+    token = estimates.page_and_state_bytes(job, 1)[0] // estimates.PAGE_SIZE
     write(
         f"{Path(flags.model).name}: {billions} weights in {job.weights};"
-        f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}\n"
+        f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}"
+        f" ({token:,} bytes a token)\n"
     )
     usable = f"{_usable_memory(card) / _GIB:.0f} GiB ({card.memory_fraction:.0%} of {card.memory_gib:g})"
     write(f"{devices} x {card.name}, each {usable}\n")

@@ -96,7 +96,7 @@ def device_weights(config: ModelConfig, weights: str, n: int) -> Params:
         partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable or quantize == "mxfp4" and len(shape) == 2:
-            return jax.ShapeDtypeStruct(shape, dtype)
+            return jax.ShapeDtypeStruct(shape, spec.dtype or dtype)
         if quantize == "mxfp4":
             return device_form(mxfp4_struct(shape))
         if quantize == "fp8":
