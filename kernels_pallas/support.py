@@ -24,8 +24,8 @@ _TPU_STATE_BYTES = 2**22  # of a row
 
 
 def backend_of(kernel: str, impl: str, args: tuple[Any, ...] = ()) -> str:
-    """Returns the implementation that serves a kernel for this one: Mosaic has not every kernel, and none for
-    `Latents` among the arguments.
+    """Returns the implementation that serves a kernel for this one: Mosaic does not have every kernel, and
+    none for `Latents`.
     """
     is_triton_only = kernel in _TRITON_ONLY or any(isinstance(arg, Latents) for arg in args)
     return "triton" if impl == "mosaic" and is_triton_only else impl

@@ -156,7 +156,9 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
     inputs = {"start": start_B, "length": length_B, "q": q_BTNH.reshape(B, T, K, N // K, H)}
     specs = {"start": one_row, "length": one_row}
     specs["q"] = pl.BlockSpec((None, T, None, N // K, wide), lambda i, k, b, r: (b, 0, k, 0, 0))
-    for name, x in {"k": k, "v": v}.items() if v is not None else [("k", k)]:
+    for name, x in {"k": k, "v": v}.items():
+        if x is None:
+            continue
         inputs[name] = x.values if isinstance(x, Levels | Latents) else x
         specs[name] = one_head(slots, wide if settings.rank else settings.width)
         if isinstance(x, Levels):

@@ -209,7 +209,7 @@ def test_other_layers_after_the_last_one_are_an_error():
         (dict(num_experts_per_tok=5), "num_experts_per_tok 5 is above 4, the experts in topk_group 2 of"),
         (dict(num_experts_per_tok=9), "num_experts_per_tok 9 is above 8"),
         (dict(n_group=0), "n_group must be a number above 0, got 0"),
-        (dict(n_routed_experts=2**17), "n_routed_experts 131072 is above 65536"),
+        (dict(n_routed_experts=2**17), "n_routed_experts must lie between 1 and 65536, got 131072"),
         (dict(n_routed_experts=None), "n_routed_experts must be a number above 0, got None"),
         (dict(n_shared_experts=-1), "n_shared_experts must be an integer from 0"),
         (dict(first_k_dense_replace=None), "first_k_dense_replace must be an integer from 0"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import family_checks
 import jax
@@ -123,6 +124,19 @@ def test_texts_of_one_row_do_not_see_each_other(model):
     np.testing.assert_allclose(together_1T[5:], alone[1], atol=1e-4)
 
 
+@pytest.mark.full
+def test_stacked_layers_remat_and_taps():
+    params, config, prompts = family_checks.small_model(CASE, first_k_dense_replace=0)
+    row_1T = np.array(prompts[1:2])
+    wanted = xj.run_model(params, config, row_1T, taps={1: xj.Tap(read=True)})
+    assert wanted.reads and wanted.reads[1].shape == (1, 23, config.hidden_size)
+    stacked = xj.params.stack_layers(params, config)
+    np.testing.assert_allclose(xj.run_model(stacked, config, row_1T).hidden, wanted.hidden, atol=1e-5)
+    loss = lambda params, remat: xj.forward(params, config, row_1T, remat=remat)[0].std()  # noqa: E731
+    pairs = (jax.jit(jax.grad(partial(loss, remat=remat)))(params) for remat in (None, "layer"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *pairs)
+
+
 # --- engines ------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +248,12 @@ def test_saved_settings(tmp_path):
         settings = json.loads((tmp_path / "config.json").read_text())
         assert settings["qk_head_dim"] == 20 and settings["head_dim"] == 8
         assert xj.ModelConfig.from_hf(settings) == config
+
+
+def test_rope_of_deepseek_v2_is_interleaved():
+    """Whatever a setting says that transformers does not know."""
+    hf = cases.CASES["deepseek-v2-groups"].hf
+    assert xj.ModelConfig.from_hf(hf | dict(rope_interleave=False)) == xj.ModelConfig.from_hf(hf)
 
 
 @pytest.mark.parametrize(

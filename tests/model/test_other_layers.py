@@ -150,6 +150,34 @@ def test_routers_stay_float32(name):
         assert y["q"]["weight"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("name", ["minimax-m2-published", "ernie4-5-moe-published", "hunyuan-moe-published"])
+@pytest.mark.parametrize("router", ["float32", "bfloat16"])
+def test_saved_routers_have_the_dtypes_of_the_files(tmp_path, name, router):
+    """A checkpoint in bfloat16, whose routers are in either dtype, and a bias that bfloat16 does not hold."""
+    params, config = model_of(name)
+    tensors = {key: np.asarray(x) for key, x in xj.params.params_to_tensors(params, config).items()}
+    kinds = {key: router if ".gate." in key and "bias" not in key else "bfloat16" for key in tensors}
+    kinds |= {key: "float32" for key in tensors if "correction_bias" in key}
+    tensors = {key: x.astype(kinds[key]) for key, x in tensors.items()}
+    path = tiny.write(tmp_path / "a", cases.CASES[name].hf, weights=tensors, with_tokenizer=False)
+    model = xj.load_model(path, "bfloat16")
+    for options in ({}, dict(like=path), dict(dtype="bfloat16")):
+        xj.save_model(model.params, model.config, tmp_path / "b", overwrite=True, **options)
+        again = load_file(tmp_path / "b" / "model.safetensors")
+        assert {key: x.dtype.name for key, x in again.items()} == kinds
+        jax.tree.map(np.testing.assert_array_equal, again, tensors)
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_constants_of_xielu_have_no_gradient():
+    params, config = model_of("apertus-published")
+    tokens_BT = np.array([cases.prompts(cases.CASES["apertus-published"])[0]])
+    gradients = jax.grad(lambda params: xj.forward(params, config, tokens_BT)[0].std())(params)
+    for layer in gradients["layers"]:
+        size = {name: float(jnp.abs(x).max()) for name, x in layer["xielu"].items()}
+        assert size["beta"] == size["eps"] == 0 < min(size["alpha_p"], size["alpha_n"])
+
+
 # --- settings -----------------------------------------------------------------------------------------------
 
 

@@ -146,12 +146,13 @@ def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
     assert idle(apart) and not any(engine.load for engine in apart.engines)
 
 
-def test_recurrent_states_move_with_their_pages():
+@pytest.mark.parametrize("name, dtype", [("qwen3-5-tied", "int8"), ("deepseek-v3-yarn-groups", "float32")])
+def test_recurrent_states_and_latents_move_with_their_pages(name, dtype):
     """There are so few pages that rows are preempted. The second time a prefix is reused."""
-    config = cases.CASES["qwen3-5-tied"].config
+    config = cases.CASES[name].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
     model = xj.Model(jax.device_put(params, jax.devices()[0]), config)
-    shape = SHAPE | dict(rows=2, pages=6, chunk=64, warm_up=False)
+    shape = SHAPE | dict(rows=2, pages=6, chunk=64, warm_up=False, cache_dtype=dtype)
     common, first, second, other = ([i % 90 for i in prompt(n, n)] for n in (64, 9, 10, 60))
     asked = [common + first, other, common + second]
     with xj.Engine(model, **shape) as engine:

@@ -86,7 +86,7 @@ def stored_width(width: int, dtype: Any) -> int:
 
 
 def check_latent_dtype(dtype: Any) -> None:
-    """Raises InputError where latents cannot be stored in that dtype."""
+    """Raises InputError if latents cannot be stored in that dtype."""
     if quantized_dtype(dtype) is not None:
         raise InputError(
             f"cache_dtype={dtype!r} is not supported for latent attention, whose keys and values are one"

@@ -173,15 +173,15 @@ def _widths_of_latents(own: Mapping[str, Any], spec: LatentAttentionSpec) -> dic
     """Returns the values that keys must have. Files with the keys `_mla`, of heads, have the widths of a
     latent in the others.
     """
-    of_head = spec.qk_nope_head_dim + spec.qk_rope_head_dim
-    of_latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+    head_width = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
     return {
-        "attention.key_length": of_latent if "attention.key_length_mla" in own else of_head,
+        "attention.key_length": latent_width if "attention.key_length_mla" in own else head_width,
         "attention.value_length": spec.kv_lora_rank
         if "attention.value_length_mla" in own
         else spec.v_head_dim,
-        "attention.head_dim": of_head,
-        "attention.scale": of_head**-0.5,
+        "attention.head_dim": head_width,
+        "attention.scale": head_width**-0.5,
     }
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
-from ..families.conversion import plan_tensors, specs_and_leaves
-from ..families.naming import TIED, file_specs
+from ..families.conversion import TensorOfLeaves, plan_tensors, specs_and_leaves
+from ..families.naming import TIED, FileSpec, file_specs
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
@@ -33,6 +33,7 @@ from ..formats.quantized_formats import (
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensor_files import (
     TensorToWrite,
+    on_host,
     stored_tensor,
     tensor_of_leaves,
     write_checkpoint,
@@ -130,7 +131,7 @@ def save_model(
         if isinstance(kept_format, MatrixFormat):
             kept_format = kept_format.of_files(kept)
     (tensors, quantization) = _tensors(params, config, dtype, kept, kept_format)
-    own = _own_dtypes(config)
+    own = _specs_with_dtypes(config)
     of_model = (x.type for name, x in tensors.items() if (text_name(name) or name) not in own)
     floats = {*of_model} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
@@ -229,12 +230,17 @@ def _tensors(
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), matrices or None)
     if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):
         raise InputError(f"{others[0]} is {floats[others[0]].dtype}: give a dtype, as dtype='float32'")
-    own = _own_dtypes(config)
+    of_model = dtype or activation_dtype(params)
+    own = {
+        name: _exact_dtype(floats[name], spec, stored.get(name), of_model)
+        for name, spec in _specs_with_dtypes(config).items()
+        if name in floats
+    }
     to_write = {name: x._replace(dtype=own.get(name) or dtype or x.dtype) for name, x in floats.items()}
     if quant_format is not None:
         found = zip(specs, leaves, strict=True)
         quantized = {spec.hf_name: leaf for spec, leaf in found if is_quantized(leaf)}
-        to_write |= quant_format.pack(quantized, dtype or activation_dtype(params))
+        to_write |= quant_format.pack(quantized, of_model)
     tensors = {name: tensor_of_leaves(*tensor) for name, tensor in to_write.items()}
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     if kept_format is not None:
@@ -259,10 +265,22 @@ def _tensors(
     return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}, quantization
 
 
-def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
-    """Returns the dtypes of tensors that have their own in every model, by name."""
-    specs = jax.tree.leaves(file_specs(config))
-    return {spec.hf_name: np.dtype(spec.dtype) for spec in specs if spec.dtype}
+def _specs_with_dtypes(config: ModelConfig) -> dict[str, FileSpec]:
+    """Returns the specs of leaves that have their own dtype in every model, by the names of their tensors."""
+    specs = [spec for spec in jax.tree.leaves(file_specs(config)) if spec.dtype]
+    return {name: spec for spec in specs for name in (spec.hf_name, spec.fused_name) if name}
+
+
+def _exact_dtype(tensor: TensorOfLeaves, spec: FileSpec, stored: StoredTensor | None, of_model: Any) -> Any:
+    """Returns the dtype to write of a tensor that is float32 in every tree: the dtype of the stored tensor,
+    or of the model if it is a matrix, and float32 if a number would change. Files of bfloat16 models often
+    have a router in bfloat16.
+    """
+    x = np.asarray(tensor.make(on_host))
+    narrower = of_model if spec.name.endswith("weight") else x.dtype
+    if stored is not None and stored.struct.dtype in _FLOATS:
+        narrower = stored.struct.dtype
+    return narrower if np.array_equal(x.astype(narrower).astype(x.dtype), x) else x.dtype
 
 
 def _name_like(original: Mapping[str, str], name: str, norm: str) -> str:

@@ -93,6 +93,8 @@ class ModelConfig:
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise InputError("layers with different ExpertsSpecs are not supported")
+        if len({layer.centered_norms for layer in self.layers}) > 1:
+            raise InputError("layers with different centered_norms are not supported")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":

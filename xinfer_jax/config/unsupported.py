@@ -25,8 +25,8 @@ def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
     for feed_forward in filter(None, map(config.feed_forward, layers)):
         yield from filter(None, [feed_forward.unsupported.get(feature)])
     specs = config.layers
-    others = config.norm_offset or any(x.post_norm or not x.pre_norm or x.centered_norms for x in specs)
-    if feature == "scales" and others:
+    are_plain = all(x.pre_norm and not x.post_norm and not x.centered_norms for x in specs)
+    if feature == "scales" and (config.norm_offset or not are_plain):
         yield "norms of another kind or in other places"
     if feature == "leaf formats" and any(spec.scalar for spec in specs):
         yield "layers whose output is scaled"

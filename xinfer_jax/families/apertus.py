@@ -10,7 +10,7 @@ from .layer_fields import attention_bias
 from .rope_settings import read_rope
 
 _XIELU = "xielu"
-_ROPE = dict(  # where config.json has none
+_ROPE = dict(  # if config.json has none
     rope_type="llama3", rope_theta=1.2e7, factor=8.0, original_max_position_embeddings=8192,
     low_freq_factor=1.0, high_freq_factor=4.0,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Cohere 2 (Command R7B, Command A): attention and MLP side by side after one LayerNorm; interleaved RoPE in
-layers with a sliding window, and no RoPE in the others.
+"""Cohere 2 (Command R7B, Command A): attention and MLP are side by side after one LayerNorm. Layers with a
+sliding window have interleaved RoPE, and the other layers have none.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ def read_cohere2(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "use_qk_norm")
     check_default_head_dim(hf)
     bias = attention_bias(hf)
-    windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
+    period = 1 if hf.get("layer_types") is not None else get_integer(hf, "sliding_window_pattern")
+    windows = period_windows(hf, layers, period)
     mixers = (AttentionAndMlpSpec(**bias, window=window, uses_rope=window is not None) for window in windows)
     return dict(
         layers=tuple(LayerSpec((mixer,), feed_forward=None, centered_norms=True) for mixer in mixers),

@@ -14,7 +14,6 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Family
-from .glm4_moe import unused_glm4_moe
 from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .latent_fields import KV_B, check_setting, read_latent_attention, write_latent_attention
 from .layer_fields import unused_shared_experts
@@ -37,7 +36,9 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_deepseek_v2(hf: Mapping, layers: int) -> dict[str, Any]:
-    """Weights of experts are never normalized, whatever `norm_topk_prob` says, as in transformers."""
+    """Reads DeepSeek-V2 as transformers does: RoPE is always interleaved, and weights of experts are never
+    normalized, whatever `rope_interleave` and `norm_topk_prob` say.
+    """
     check_setting(hf, "scoring_func", "softmax")
     check_setting(hf, "moe_layer_freq", 1)
     check_setting(hf, "mlp_bias", False)
@@ -47,7 +48,7 @@ def read_deepseek_v2(hf: Mapping, layers: int) -> dict[str, Any]:
             f"config.json: topk_method {format_value(method)} is not supported for model_type"
             f" {hf['model_type']!r}: only {_GREEDY!r} and {_IN_GROUPS!r} are"
         )
-    mixer, fields = read_latent_attention(hf)
+    mixer, fields = read_latent_attention({**hf, "rope_interleave": True})
     router = dict(scoring_func="softmax", correction_bias=False, group_score="max", masked_score=0.0)
     hf = {**hf, "norm_topk_prob": False} | (dict(n_group=1, topk_group=1) if method == _GREEDY else {})
     return fields | dict(layers=with_grouped_experts(hf, [LayerSpec((mixer,))] * layers, **router))
@@ -85,7 +86,7 @@ DEEPSEEK_V3 = Family(
     write_deepseek_v3,
     NAMES,
     {LatentAttentionSpec.kind: KV_B},
-    unused_glm4_moe,
+    unused_shared_experts,
 )  # fmt: skip
 DEEPSEEK_V2 = Family(
     DEFAULTS

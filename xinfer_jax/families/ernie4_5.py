@@ -11,7 +11,7 @@ from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
 from ..config.model_config import ModelConfig
 from ..feed_forward.grouped_topk import GroupedTopkSpec
 from .family import Family, Joined, Names
-from .grouped_experts import SHARED_EXPERTS
+from .grouped_experts import MOST_SHARED_EXPERTS, SHARED_EXPERTS
 from .layer_fields import EXPERTS, STACKED, unused_shared_experts, with_experts
 from .rope_settings import read_rope
 from .values import (
@@ -22,8 +22,6 @@ from .values import (
     get_number,
     reject_setting,
 )
-
-_MOST_EXPERTS = 2**16
 
 
 def read_ernie4_5(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -40,10 +38,10 @@ def write_ernie4_5(config: ModelConfig) -> dict[str, Any]:
 def read_ernie4_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "use_bias")  # the head would have a bias
     fields = read_ernie4_5(hf, layers)
-    experts = get_integer_at_most(hf, "moe_num_experts", _MOST_EXPERTS)
+    experts = get_integer(hf, "moe_num_experts")
     chosen = get_integer_at_most(hf, "moe_k", experts)
     width = get_integer(hf, "moe_intermediate_size")
-    shared = get_count(hf, "moe_num_shared_experts", _MOST_EXPERTS) * width
+    shared = get_count(hf, "moe_num_shared_experts", MOST_SHARED_EXPERTS) * width
     least = get_number(hf, "moe_norm_min", (1e-30, 1.0))
     router = GroupedTopkSpec("softmax", norm_epsilon=0.0, norm_minimum=least)
     spec = ExpertsSpec(experts, chosen, width, router, shared_intermediate_size=shared, shared_gated=False)
@@ -51,7 +49,7 @@ def read_ernie4_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def _sparse_layers(hf: Mapping, layers: int) -> list[bool]:
-    """Which layers have experts: every so many, between a first and a last one."""
+    """Returns which layers have experts: one in each interval, between a first and a last one."""
     first = get_count(hf, "moe_layer_start_index")
     last = hf["moe_layer_end_index"]
     last = layers - 1 if last == -1 else get_count(hf, "moe_layer_end_index")
@@ -80,7 +78,7 @@ def write_ernie4_5_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused_ernie4_5_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of tensors that draft tokens, and of shared experts of width 0."""
+    """Returns the names of tensors that draft tokens, and of shared experts of width 0."""
     return {name for name in names if name.startswith("model.mtp_")} | unused_shared_experts(config, names)
 
 

@@ -9,15 +9,13 @@ from typing import Any
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from .family import Family, Joined, Names
-from .rope_settings import read_rope, write_rope
+from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
 from .values import get_boolean
-
-_ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
 
 
 def read_glm(hf: Mapping, layers: int) -> dict[str, Any]:
     layer = LayerSpec((AttentionSpec(qkv_bias=get_boolean(hf, "attention_bias")),))
-    rope = read_rope(hf, _ROPE_TYPES, partial=True, interleaved=True)
+    rope = read_rope(hf, PARTIAL_ROPE_TYPES, partial=True, interleaved=True)
     return dict(rope=rope, layers=(layer,) * layers)
 
 
@@ -28,8 +26,7 @@ def read_glm4(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def write_glm(config: ModelConfig) -> dict[str, Any]:
     mixer: Any = config.layers[0].attention
-    partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
-    return dict(attention_bias=mixer.qkv_bias, rope_parameters=write_rope(config.rope) | partial)
+    return dict(attention_bias=mixer.qkv_bias, rope_parameters=write_partial_rope(config.rope))
 
 
 _DEFAULTS = dict(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7)

@@ -2,24 +2,16 @@
 (multi-token prediction) after the last one of the model. They are not read.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from .family import Family
-from .grouped_experts import (
-    DEFAULTS,
-    NAMES,
-    draft_layer_names,
-    with_grouped_experts,
-    write_grouped_experts,
-)
+from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .layer_fields import unused_shared_experts
-from .rope_settings import read_rope, write_rope
+from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
 from .values import get_boolean
-
-_ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
 
 
 def read_glm4_moe(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -28,24 +20,18 @@ def read_glm4_moe(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm="head" if get_boolean(hf, "use_qk_norm") else None,
     )
     specs = with_grouped_experts(hf, [LayerSpec((mixer,))] * layers)
-    return dict(rope=read_rope(hf, _ROPE_TYPES, partial=True), layers=specs)
+    return dict(rope=read_rope(hf, PARTIAL_ROPE_TYPES, partial=True), layers=specs)
 
 
 def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     mixer: Any = config.layers[0].attention
-    partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
     settings: dict[str, Any] = dict(
         attention_bias=mixer.qkv_bias,
         use_qk_norm=mixer.qk_norm is not None,
         num_nextn_predict_layers=0,
-        rope_parameters=write_rope(config.rope) | partial,
+        rope_parameters=write_partial_rope(config.rope),
     )
     return settings | write_grouped_experts(config)
-
-
-def unused_glm4_moe(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Returns the names of layers that draft tokens, and of shared experts of width 0."""
-    return draft_layer_names(config, names) | unused_shared_experts(config, names)
 
 
 FAMILY = Family(
@@ -59,5 +45,5 @@ FAMILY = Family(
     "Glm4MoeForCausalLM",
     write_glm4_moe,
     NAMES,
-    unused=unused_glm4_moe,
+    unused=unused_shared_experts,
 )  # fmt: skip

@@ -1,5 +1,9 @@
-"""GLM-4.7-Flash: latent attention; the layers that `mlp_layer_types` names have experts as in GLM-4.5. Files
-also have a layer that drafts tokens (multi-token prediction) after the last one of the model. It is not read.
+"""GLM-4.7-Flash: latent attention, and experts as in GLM-4.5 in the layers that `mlp_layer_types` names.
+Files also have a layer that drafts tokens (multi-token prediction) after the last one of the model. It is not
+read.
+
+The norms of latents have an epsilon of 1e-6, as in transformers, and `rms_norm_eps` is 1e-5
+(`latent_fields.py`).
 """
 
 from collections.abc import Mapping
@@ -10,10 +14,9 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Family
-from .glm4_moe import unused_glm4_moe
 from .grouped_experts import DEFAULTS, NAMES, read_grouped_experts, write_grouped_experts
 from .latent_fields import KV_B, read_latent_attention, write_latent_attention
-from .layer_fields import with_experts
+from .layer_fields import unused_shared_experts, with_experts
 
 _DENSE = "dense"
 _SPARSE = "sparse"
@@ -39,8 +42,10 @@ def read_glm4_moe_lite(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
     types = [_SPARSE if layer.experts else _DENSE for layer in config.layers]
-    own = dict(mlp_layer_types=types, num_nextn_predict_layers=0)
-    return write_latent_attention(config) | write_grouped_experts(config) | own
+    settings = write_latent_attention(config) | write_grouped_experts(config)
+    if _DENSE in types[settings["first_k_dense_replace"] :]:  # dense layers do not come first
+        del settings["first_k_dense_replace"]
+    return settings | dict(mlp_layer_types=types, num_nextn_predict_layers=0)
 
 
 FAMILY = Family(
@@ -68,5 +73,5 @@ FAMILY = Family(
     write_glm4_moe_lite,
     NAMES,
     {LatentAttentionSpec.kind: KV_B},
-    unused_glm4_moe,
+    unused_shared_experts,
 )

@@ -2,8 +2,7 @@
 experts that the grouped router chooses, and some that all tokens use.
 """
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config.layer_spec import ExpertsSpec, LayerSpec
@@ -14,7 +13,7 @@ from .family import Names
 from .layer_fields import EXPERTS, STACKED, with_experts
 from .values import get_boolean, get_count, get_integer, get_integer_at_most, get_number
 
-_MOST_EXPERTS = 2**16
+MOST_SHARED_EXPERTS = 2**16
 _ROUTER = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")  # fields of the spec too
 SHARED_EXPERTS = {f"shared.{leaf}": f"mlp.shared_experts.{leaf}_proj" for leaf in ("gate", "up", "down")}
 CORRECTION_BIAS = {"router.correction_bias": "mlp.gate.e_score_correction_bias"}
@@ -36,7 +35,7 @@ def with_grouped_experts(
 
 def read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
     """Returns the experts. router_fields: as in `with_grouped_experts`."""
-    experts = get_integer_at_most(hf, "n_routed_experts", _MOST_EXPERTS)
+    experts = get_integer(hf, "n_routed_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
     width = get_integer(hf, "moe_intermediate_size")
     router = GroupedTopkSpec(
@@ -47,7 +46,7 @@ def read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
         **router_fields,
     )
     _check_groups(router, experts, chosen)
-    shared = get_count(hf, "n_shared_experts", _MOST_EXPERTS) * width
+    shared = get_count(hf, "n_shared_experts", MOST_SHARED_EXPERTS) * width
     return ExpertsSpec(experts, chosen, width, router, shared_intermediate_size=shared, shared_gated=False)
 
 
@@ -72,7 +71,7 @@ def _check_groups(router: GroupedTopkSpec, experts: int, chosen: int) -> None:
 
 
 def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `with_grouped_experts`."""
+    """Returns the inverse of `with_grouped_experts`."""
     dense = sum(layer.experts is None for layer in config.layers)
     settings: dict[str, Any] = dict(first_k_dense_replace=dense)
     if experts := config.experts:
@@ -84,11 +83,3 @@ def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
             n_shared_experts=experts.shared_intermediate_size // experts.intermediate_size,
         )
     return settings
-
-
-def draft_layer_names(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """The names of layers that draft tokens: those after the last one that have a matrix "eh_proj"."""
-    found = (re.match(r"model\.layers\.([0-9]{1,9})\.eh_proj\.", name) for name in names)
-    drafting = {int(match[1]) for match in found if match and int(match[1]) >= config.num_hidden_layers}
-    prefixes = tuple(f"model.layers.{layer}." for layer in drafting)
-    return {name for name in names if name.startswith(prefixes)}

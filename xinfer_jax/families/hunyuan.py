@@ -8,6 +8,7 @@ from typing import Any
 from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..feed_forward.grouped_topk import GroupedTopkSpec
 from .family import Family, Names
 from .layer_fields import EXPERTS, STACKED, attention_bias, with_experts
 from .rope_settings import flat_rope_settings, read_rope
@@ -20,8 +21,8 @@ def read_hunyuan(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def _without_alpha(hf: Mapping) -> Mapping:
-    """The settings with a larger `rope_theta` in place of `alpha` of the RoPE type dynamic, which stretches
-    wavelengths in the same way at every length.
+    """Returns the settings with a larger `rope_theta` in place of `alpha` of the RoPE type dynamic, which
+    stretches wavelengths in the same way at every length.
     """
     scaling = flat_rope_settings(hf)
     if scaling.get("rope_type", scaling.get("type")) != "dynamic" or scaling.get("alpha") is None:
@@ -29,7 +30,8 @@ def _without_alpha(hf: Mapping) -> Mapping:
     width = get_integer(hf, "head_dim")
     if width < 4:
         raise InputError(f"rope_scaling with alpha needs a head_dim above 2, got {width}")
-    theta = get_number({"rope_theta": 10000.0, **hf, **scaling}, "rope_theta")
+    given = [x["rope_theta"] for x in (scaling, hf) if x.get("rope_theta") is not None]
+    theta = get_number({"rope_theta": [*given, 10000.0][0]}, "rope_theta")
     theta = theta * get_number(scaling, "alpha") ** (width / (width - 2))
     return {**hf, "rope_scaling": None, "rope_parameters": dict(rope_type="default", rope_theta=theta)}
 
@@ -40,13 +42,14 @@ def read_hunyuan_moe(hf: Mapping, layers: int) -> dict[str, Any]:
         {"moe_topk": _experts_of_a_token(hf["moe_topk"], layers)}, "moe_topk", experts
     )
     width = get_integer(hf, "intermediate_size")
-    spec = ExpertsSpec(experts, chosen, width, shared_intermediate_size=width, shared_gated=False)
+    router = GroupedTopkSpec("softmax", correction_bias=False, norm_epsilon=0.0)  # in float32
+    spec = ExpertsSpec(experts, chosen, width, router, shared_intermediate_size=width, shared_gated=False)
     read = read_hunyuan(hf, layers)
     return read | dict(layers=with_experts(read["layers"], (True,) * layers, spec))
 
 
 def _experts_of_a_token(value: Any, layers: int) -> Any:
-    """The number in `moe_topk`, which may list it for each layer."""
+    """Returns the number in `moe_topk`, which may list it for each layer."""
     if not isinstance(value, list | tuple):
         return value
     if len(value) != layers or any(x != value[0] for x in value):

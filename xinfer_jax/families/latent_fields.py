@@ -11,20 +11,22 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Joined, Names
-from .rope_settings import read_rope, write_rope
-from .values import get_boolean, get_integer
+from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_rope
+from .values import get_boolean, get_integer, no_indexer
 
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_ROPE_TYPES = ("default", "linear", "yarn")
+_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 # One tensor has the matrices of keys and of values, by head.
 KV_B = Names(joined=(Joined("self_attn.kv_b_proj", ("k_up", "v_up"), groups="num_attention_heads"),))
 
 
 def read_latent_attention(
-    hf: Mapping, rope_types: tuple[str, ...] = _ROPE_TYPES
+    hf: Mapping, rope_types: tuple[str, ...] = PARTIAL_ROPE_TYPES
 ) -> tuple[LatentAttentionSpec, dict[str, Any]]:
     """Returns the mixer, and the fields of `ModelConfig` that it sets. Raises InputError."""
     check_setting(hf, "is_causal", True)
+    if name := next((name for name in _INDEXER if hf.get(name) is not None), None):
+        raise no_indexer(hf, name)
     widths: dict[str, Any] = {name: get_integer(hf, name) for name in _WIDTHS}
     rotated = widths["qk_rope_head_dim"]
     if rotated % 2:
@@ -38,7 +40,7 @@ def read_latent_attention(
 
 
 def write_latent_attention(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_latent_attention`."""
+    """Returns the inverse of `read_latent_attention`."""
     spec = config.layers[0].mixer_of(LatentAttentionSpec.kind)
     settings: dict[str, Any] = {name: getattr(spec, name) for name in (*_WIDTHS, "q_lora_rank")}
     return settings | dict(
@@ -50,7 +52,7 @@ def write_latent_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_setting(hf: Mapping, name: str, only: Any) -> None:
-    """Raises InputError where a setting is another than the only one that this family supports."""
+    """Raises InputError if a setting is not the only one that this family supports."""
     if hf.get(name, only) not in (only, None):
         raise InputError(
             f"config.json: {name} {format_value(hf[name])} is not supported for model_type"

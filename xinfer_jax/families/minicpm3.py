@@ -1,4 +1,8 @@
-"""MiniCPM3: latent attention with RoPE that is not interleaved; embeddings, residuals and logits scaled."""
+"""MiniCPM3: latent attention with RoPE that is not interleaved. Embeddings, residuals and logits are scaled.
+
+The norms of latents have an epsilon of 1e-6, as in transformers, and `rms_norm_eps` is 1e-5
+(`latent_fields.py`).
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +14,7 @@ from ..errors import InputError
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Family
 from .latent_fields import KV_B, check_setting, read_latent_attention, write_latent_attention
+from .rope_settings import PARTIAL_ROPE_TYPES
 from .values import get_integer, get_number
 
 
@@ -24,7 +29,7 @@ def read_minicpm3(hf: Mapping, layers: int) -> dict[str, Any]:
                 " gives no v_head_dim"
             )
         hf = {**hf, "v_head_dim": hidden // heads}
-    mixer, fields = read_latent_attention({**hf, "rope_interleave": False}, ("default", "longrope"))
+    mixer, fields = read_latent_attention({**hf, "rope_interleave": False}, (*PARTIAL_ROPE_TYPES, "longrope"))
     root = math.sqrt(layers)
     return fields | dict(
         layers=(LayerSpec((mixer,)),) * layers,
@@ -37,6 +42,7 @@ def read_minicpm3(hf: Mapping, layers: int) -> dict[str, Any]:
 def write_minicpm3(config: ModelConfig) -> dict[str, Any]:
     root = math.sqrt(config.num_hidden_layers)
     depth = config.residual_multiplier * root
+    # The product may be rounded: the written number gives the same multiplier again.
     near = (depth, math.nextafter(depth, 0), math.nextafter(depth, math.inf))
     return write_latent_attention(config) | dict(
         scale_emb=config.embed_scale,

@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts in every layer, chosen by sigmoid scores with a bias; norms over all heads of a token;
-RoPE of a part of each head.
+"""MiniMax-M2: every layer has experts, which sigmoid scores with a bias choose. Norms of queries and keys are
+over all heads of a token, and RoPE rotates a part of each head.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,8 @@ from ..feed_forward.grouped_topk import GroupedTopkSpec
 from .family import Family, Joined, Names
 from .layer_fields import read_experts
 from .mixtral import JOINED, NAMES
-from .rope_settings import read_rope, write_rope
+from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
 from .values import get_integer
-
-_ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
 
 
 def read_minimax_m2(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -25,16 +23,15 @@ def read_minimax_m2(hf: Mapping, layers: int) -> dict[str, Any]:
         {**hf, "moe_intermediate_size": hf["intermediate_size"]}, router=GroupedTopkSpec(norm_epsilon=0.0)
     )
     layer = LayerSpec((AttentionSpec(qk_norm="joint"),), experts)
-    return dict(rope=read_rope(hf, _ROPE_TYPES, partial=True), layers=(layer,) * layers)
+    return dict(rope=read_rope(hf, PARTIAL_ROPE_TYPES, partial=True), layers=(layer,) * layers)
 
 
 def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
-    partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
     return dict(
         num_local_experts=config.num_experts,
         num_experts_per_tok=config.num_experts_per_tok,
         rotary_dim=config.rope.rotated_width(config.head_dim),
-        rope_parameters=write_rope(config.rope) | partial,
+        rope_parameters=write_partial_rope(config.rope),
     )
 
 

@@ -36,7 +36,7 @@ def write_mistral4(config: ModelConfig) -> dict[str, Any]:
     return settings | dict(head_dim=width, rope_parameters=settings["rope_parameters"] | own)
 
 
-_ROPE = dict(  # where config.json has none
+_ROPE = dict(  # if config.json has none
     rope_type="yarn",
     rope_theta=1e4,
     factor=128.0,

@@ -11,7 +11,7 @@ from ..plugins import load, names
 from ..wrong_types import not_a_config_file
 from .layer_fields import with_later_tokens
 from .rope_settings import read_rope
-from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
+from .values import MAX_CONTEXT, get_boolean, get_integer, get_number, no_indexer
 from .wrappers import placeholder_ids, text_settings
 
 _ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
@@ -19,8 +19,7 @@ _DEFAULTS: dict[str, Any] = dict(  # of all families
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False, is_causal=True,
 )  # fmt: skip
-_INDEXED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next")
-_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
+_INDEXED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next")  # whose indexer chooses tokens
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -33,8 +32,9 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         raise not_a_config_file(hf)
     hf = text_settings(hf)
     model_type = hf.get("model_type")
-    _check_no_indexer(hf)
     family = load("family", model_type) if isinstance(model_type, str) else None
+    if family is None and model_type in _INDEXED:
+        raise no_indexer(hf, "model_type")
     if family is None:
         raise InputError(
             f"model_type {format_value(model_type)} is not supported: use one of"
@@ -74,16 +74,6 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         config = dataclasses.replace(config, layers=tuple(map(_not_causal, config.layers)))
     _check_consistency(config)
     return config
-
-
-def _check_no_indexer(hf: Mapping[str, Any]) -> None:
-    """Raises InputError for sparse attention (DeepSeek-V3.2, GLM-5), whose indexer chooses tokens."""
-    names = ("model_type",) if hf.get("model_type") in _INDEXED else _INDEXER
-    if name := next((name for name in names if hf.get(name) is not None), None):
-        raise InputError(
-            f"{name} {format_value(hf[name])} is not supported: there is no indexer for sparse attention, use"
-            " a model whose attention sees all tokens"
-        )
 
 
 def _not_causal(layer: LayerSpec) -> LayerSpec:

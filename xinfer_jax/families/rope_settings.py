@@ -11,6 +11,7 @@ from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+PARTIAL_ROPE_TYPES = ("default", "linear", "yarn")  # which also may rotate a part of a head
 _OF_FAMILY = ("head_dim", "interleaved")  # fields that are not in `rope_parameters`
 _NONE_IF_0 = ("mscale", "mscale_all_dim")
 _STRETCHED = ("yarn", "longrope")  # by the ratio of two lengths if there is no factor
@@ -89,6 +90,11 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
             f" {rope.high_freq_factor}"
         )
     return rope
+
+
+def write_partial_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Returns `rope_parameters` of a RoPE that may rotate a part of each head."""
+    return write_rope(rope) | dict(partial_rotary_factor=rope.partial_rotary_factor)
 
 
 def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeConfig, RopeConfig | None]:

@@ -62,4 +62,7 @@ def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Returns the names within the text model that a checkpoint may have and that change nothing."""
     unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
+    drafting = {layer[1] for name in names if ".eh_proj." in name and (layer := _LAYER.match(name))}
+    layers = tuple(f"model.layers.{i}." for i in drafting if int(i) >= config.num_hidden_layers)
+    unused |= {name for name in names if name.startswith(layers)}  # of multi-token prediction
     return unused | load("family", config.model_type).unused(config, names)

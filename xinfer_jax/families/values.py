@@ -11,7 +11,8 @@ _THETA = (2, 1e12)
 _RANGES = dict(
     num_hidden_layers=(1, 10_000), num_attention_heads=(1, 2**16), num_key_value_heads=(1, 2**16),
     num_global_key_value_heads=(1, 2**16), head_dim=(1, 2**16), global_head_dim=(1, 2**16),
-    num_experts=(1, 2**16), num_local_experts=(1, 2**16),
+    num_experts=(1, 2**16), num_local_experts=(1, 2**16), n_routed_experts=(1, 2**16),
+    moe_num_experts=(1, 2**16),
     max_position_embeddings=(1, MAX_CONTEXT), original_max_position_embeddings=(2, MAX_CONTEXT),
     rms_norm_eps=(1e-30, 1), rope_theta=_THETA, rope_local_base_freq=_THETA,
     factor=(1e-6, 1e6), attention_factor=(1e-3, 1e3), mscale=(1e-3, 1e3), mscale_all_dim=(1e-3, 1e3),
@@ -88,3 +89,11 @@ def get_integer_at_most(hf: Mapping, name: str, limit: int) -> Any:
     if get_integer(hf, name) > limit:
         raise InputError(f"config.json: {name} {hf[name]} is above {limit}")
     return hf[name]
+
+
+def no_indexer(hf: Mapping, name: str) -> InputError:
+    """Returns the error for a setting of sparse attention (DeepSeek-V3.2, GLM-5)."""
+    return InputError(
+        f"{name} {format_value(hf[name])} is not supported: there is no indexer for sparse attention, use a"
+        " model whose attention sees all tokens"
+    )

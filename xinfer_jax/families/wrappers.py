@@ -73,7 +73,8 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     outer_type = hf.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in WRAPPERS:
-        return {**hf, "model_type": "deepseek_v3"} if outer_type == "kimi_k2" else dict(hf)
+        same = _SAME.get(outer_type, outer_type) if isinstance(outer_type, str) else outer_type
+        return {**hf, "model_type": same} if "model_type" in hf else dict(hf)
     text = {} if "text_config" not in hf and outer_type in _FLAT else hf.get("text_config")
     if not isinstance(text, Mapping):
         raise InputError(

@@ -26,8 +26,8 @@ class Mlp(FeedForward):
     def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:
         around = dict(before=before, down_norm=self.spec.down_norm, run_config=run_config)
         inner_BTF = mlp_intermediate(x_BTD, params, self.config, **around)
-        how = dict(over=run_config.over, residual=residual, run_config=run_config)
-        return linear(inner_BTF, params["down"], **how), None
+        options = dict(over=run_config.over, residual=residual, run_config=run_config)
+        return linear(inner_BTF, params["down"], **options), None
 
     @property
     def unsupported(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..config.layer_spec import MlpSpec
 from ..weights.layers import linear, products
@@ -38,18 +39,19 @@ class XieluMlp(Mlp):
     def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:
         (inner_BTF,) = products(x_BTD, [params["up"]], before=before, run_config=run_config)
         inner_BTF = xielu(inner_BTF, params["xielu"])
-        how = dict(over=run_config.over, residual=residual, run_config=run_config)
-        return linear(inner_BTF, params["down"], **how), None
+        options = dict(over=run_config.over, residual=residual, run_config=run_config)
+        return linear(inner_BTF, params["down"], **options), None
 
 
 def xielu(x: jax.Array, params: Params) -> jax.Array:
     """Returns alpha_p x² + beta x where x is positive, and alpha_n (exp(x) - 1 - x) + beta x elsewhere, in
-    the dtype of x. Both alphas are positive functions of the parameters of these names.
+    the dtype of x. Both alphas are positive functions of the parameters of these names. Constants have no
+    gradient.
     """
     numbers = {name: leaf.astype(jnp.float32) for name, leaf in params.items()}
-    beta = numbers["beta"]
+    beta, eps = (lax.stop_gradient(numbers[name]) for name in _CONSTANTS)
     alpha_p = jax.nn.softplus(numbers["alpha_p"])
     alpha_n = beta + jax.nn.softplus(numbers["alpha_n"])
     x32 = x.astype(jnp.float32)
-    negative = (jnp.expm1(jnp.minimum(x32, numbers["eps"])) - x32) * alpha_n
+    negative = (jnp.expm1(jnp.minimum(x32, eps)) - x32) * alpha_n
     return (jnp.where(x32 > 0, alpha_p * x32 * x32, negative) + beta * x32).astype(x.dtype)

@@ -110,13 +110,13 @@ class LatentAttention(Mixer):
             key_BT1H = jnp.concatenate([latent_BTC, rotated_BTR], -1)[:, :, None]
             key_BTKH = jnp.repeat(key_BT1H, cache.k.shape[1], 2)
             q_BTNP, q_BTNR = jnp.split(q_BTNH, [spec.qk_nope_head_dim], -1)
-            q_BTNC = _times_rows(q_BTNP, params["k_up"])
+            q_BTNC = _times_heads(q_BTNP, params["k_up"], ("o", "i"))
             qkv = jnp.concatenate([q_BTNC, q_BTNR], -1), key_BTKH, key_BTKH
             q_BTNH, cache = rotate_and_append(qkv, None, None, cache, start_B, length_B, run_config)
             length_B = jnp.where(length_B > 0, start_B + length_B, 0)  # without queries no key is read
             visible = VisibleKeys(start_B, length_B)
             out_BTNC = attention(q_BTNH, cache, visible, scoring, run_config=run_config)
-            out_BTNV = _times_columns(out_BTNC, params["v_up"])
+            out_BTNV = _times_heads(out_BTNC, params["v_up"], ("i", "o"))
         out_BTI = out_BTNV.reshape(*out_BTNV.shape[:2], -1)
         around: dict[str, Any] = dict(over=run_config.over, residual=residual, run_config=run_config)
         return linear(out_BTI, params["o"], **around), cache
@@ -215,36 +215,31 @@ class LatentAttention(Mixer):
         return dict.fromkeys(("prefill_attention", "decode_attention"), (query, cache))
 
 
-def _times_rows(x_BTNO: jax.Array, leaf: Params) -> jax.Array:
-    """Returns each head's numbers times its rows of a matrix [N O, I], [B, T, N, I]."""
-    base_NOI, adapter = _by_head(leaf["weight"], x_BTNO)
-    y = _einsum("btno,noi->btni", x_BTNO, base_NOI)
+def _times_heads(x_BTNX: jax.Array, leaf: Params, axes: tuple[str, str]) -> jax.Array:
+    """Returns the numbers of each head times its rows of a matrix [N O, I]. axes: "o" and "i", first the axis
+    that x has in place of X, then the axis of the result.
+    """
+    x, y = axes
+    base_NOI, adapter = _by_head(leaf["weight"], x_BTNX)
+    y_BTNY = _einsum(f"btn{x},noi->btn{y}", x_BTNX, base_NOI)
     if adapter:
-        (a_BRI, b_BNOR, scale) = adapter
-        y += _einsum("btnr,bri->btni", _einsum("btno,bnor->btnr", x_BTNO, b_BNOR) * scale, a_BRI)
-    return y.astype(x_BTNO.dtype)
-
-
-def _times_columns(x_BTNI: jax.Array, leaf: Params) -> jax.Array:
-    """Returns each head's numbers times the transpose of its rows of a matrix [N O, I], [B, T, N, O]."""
-    base_NOI, adapter = _by_head(leaf["weight"], x_BTNI)
-    y = _einsum("btni,noi->btno", x_BTNI, base_NOI)
-    if adapter:
-        (a_BRI, b_BNOR, scale) = adapter
-        y += _einsum("btnr,bnor->btno", _einsum("btni,bri->btnr", x_BTNI, a_BRI) * scale, b_BNOR)
-    return y.astype(x_BTNI.dtype)
+        (low_rank, scale) = adapter
+        x_BTNR = _einsum(f"btn{x},{low_rank[x][0]}->btnr", x_BTNX, low_rank[x][1]) * scale
+        y_BTNY += _einsum(f"btnr,{low_rank[y][0]}->btn{y}", x_BTNR, low_rank[y][1])
+    return y_BTNY.astype(x_BTNX.dtype)
 
 
 def _by_head(weight: Any, x_BTNX: jax.Array) -> tuple[jax.Array, Any]:
-    """Returns a matrix [N O, I] as [N, O, I], and the adapters of the rows of x, if it has some."""
+    """Returns a matrix [N O, I] as [N, O, I], and the adapters of the rows of x, if it has some: the axes and
+    the array of their matrices of inputs ("i") and of outputs ("o"), and the scale.
+    """
     (B, _, N, _) = x_BTNX.shape
     if not isinstance(weight, AdaptedWeight):
         return weight.reshape(N, -1, weight.shape[-1]), None
-    weight.check_rows(x_BTNX)
-    index_B = jnp.zeros(B, jnp.int32) if weight.adapter_B is None else weight.adapter_B
-    b_BOR = weight.lora_b[index_B]
+    a_BRI, b_BOR = weight.of_rows(x_BTNX)
     b_BNOR = b_BOR.reshape(B, N, -1, b_BOR.shape[-1])
-    return weight.base.reshape(N, -1, weight.shape[-1]), (weight.lora_a[index_B], b_BNOR, weight.scale)
+    low_rank = dict(i=("bri", a_BRI), o=("bnor", b_BNOR))
+    return weight.base.reshape(N, -1, weight.shape[-1]), (low_rank, weight.scale)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -67,9 +67,13 @@ class AdaptedWeight(WeightLeaf):
         """Returns, float32 [..., O], the values that the adapters add to the product of x."""
         if self.adapter_B is None:
             return _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
+        return jax.vmap(partial(_low_rank, scale=self.scale))(x, *self.of_rows(x))
+
+    def of_rows(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the matrices [B, R, I] and [B, O, R] of the adapters of the rows of x."""
         self.check_rows(x)
-        of_rows = self.lora_a[self.adapter_B], self.lora_b[self.adapter_B]
-        return jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
+        index_B = jnp.zeros(len(x), jnp.int32) if self.adapter_B is None else self.adapter_B
+        return self.lora_a[index_B], self.lora_b[index_B]
 
     def check_rows(self, x: jax.Array) -> None:
         """Raises InputError if the rows of x are not the rows that have adapters."""

@@ -1,6 +1,5 @@
 """A mixture of experts by a kernel, and the operations before it by another kernel."""
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,10 @@ from ...weights.quantized_weight import is_quantized
 from .product_kernels import Operands, select_product
 
 _MOST_NUMBERS = 2**22  # of a router
+_GROUPED_FIELDS = (  # of `GroupedTopkSpec`, which the kernel takes
+    "scoring_func", "n_group", "topk_group", "group_score", "masked_score", "norm_topk_prob", "norm_epsilon",
+    "norm_minimum", "routed_scaling_factor",
+)  # fmt: skip
 
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
@@ -135,11 +138,11 @@ def _route_leaves(layer: Params) -> list[Params]:
 
 def _run_route(kernel: str, x_BTD, leaves: Params, given_BTU, config: ModelConfig) -> tuple:
     matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(leaves)]
-    router: Any = config.experts and config.experts.router
+    assert config.experts
+    router: Any = config.experts.router
     grouped = None
     if router.kind == "grouped_topk":
-        grouped = dataclasses.asdict(router)
-        del grouped["correction_bias"]
+        grouped = {name: getattr(router, name) for name in _GROUPED_FIELDS}
         matrices[0] = matrices[0]._replace(bias=leaves["router"].get("correction_bias"))
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
