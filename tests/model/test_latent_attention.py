@@ -273,7 +273,7 @@ def test_rope_of_deepseek_v2_is_interleaved():
         (dict(model_type="glm_moe_dsa"), "model_type 'glm_moe_dsa' is not supported: there is no indexer"),
         (dict(is_causal=False), "is_causal False is not supported .*: only True is"),
         (dict(n_group=3), "n_routed_experts 8 is not a multiple of n_group 3"),
-        (dict(rope_scaling=dict(rope_type="llama3")), "rope type 'llama3' is not supported"),
+        (dict(rope_scaling=dict(rope_type="longrope")), "rope type 'longrope' is not supported"),
     ],
 )
 def test_rejected_settings(change, message):

@@ -25,9 +25,11 @@ def find_config_difference(config: ModelConfig, other: ModelConfig) -> ConfigDif
         config: the config of the model.
         other: the config of the checkpoint.
     """
-    with suppress(InputError):  # these numbers of heads do not divide each other
-        if config == with_repeated_kv_heads(other, config.num_key_value_heads):
-            return None
+    heads = {getattr(mixer, "num_kv_heads", 1) for mixer in config.cached_mixers}
+    for devices in {config.num_key_value_heads, *heads}:
+        with suppress(InputError):  # these numbers of heads do not divide each other
+            if config == with_repeated_kv_heads(other, devices):
+                return None
     return None if config == other else _first_difference("", config, other)
 
 

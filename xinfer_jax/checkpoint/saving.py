@@ -273,11 +273,11 @@ def _specs_with_dtypes(config: ModelConfig) -> dict[str, FileSpec]:
 
 def _exact_dtype(tensor: TensorOfLeaves, spec: FileSpec, stored: StoredTensor | None, of_model: Any) -> Any:
     """Returns the dtype to write of a tensor that is float32 in every tree: the dtype of the stored tensor,
-    or of the model if it is a matrix, and float32 if a number would change. Files of bfloat16 models often
-    have a router in bfloat16.
+    or of the model, and float32 if a number would change. Files of bfloat16 models often have a router in
+    bfloat16. A new bias, all zeros, is float32.
     """
     x = np.asarray(tensor.make(on_host))
-    narrower = of_model if spec.name.endswith("weight") else x.dtype
+    narrower = of_model if spec.name.endswith("weight") or x.any() else x.dtype
     if stored is not None and stored.struct.dtype in _FLOATS:
         narrower = stored.struct.dtype
     return narrower if np.array_equal(x.astype(narrower).astype(x.dtype), x) else x.dtype

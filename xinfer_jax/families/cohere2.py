@@ -9,7 +9,13 @@ from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..feed_forward.attention_and_mlp import AttentionAndMlpSpec
 from .family import Family
-from .layer_fields import attention_bias, check_default_head_dim, period_windows, write_layer_types
+from .layer_fields import (
+    attention_bias,
+    check_default_head_dim,
+    layer_windows,
+    period_windows,
+    write_layer_types,
+)
 from .rope_settings import read_rope
 from .values import get_integer, get_number, reject_setting
 
@@ -18,8 +24,10 @@ def read_cohere2(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "use_qk_norm")
     check_default_head_dim(hf)
     bias = attention_bias(hf)
-    period = 1 if hf.get("layer_types") is not None else get_integer(hf, "sliding_window_pattern")
-    windows = period_windows(hf, layers, period)
+    if hf.get("layer_types") is None:
+        windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
+    else:
+        windows = layer_windows({**hf, "use_sliding_window": True}, [False] * layers)
     mixers = (AttentionAndMlpSpec(**bias, window=window, uses_rope=window is not None) for window in windows)
     return dict(
         layers=tuple(LayerSpec((mixer,), feed_forward=None, centered_norms=True) for mixer in mixers),

@@ -35,9 +35,10 @@ def read_glm4_moe_lite(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     mixer, fields = read_latent_attention(hf)
     sparse = [kind == _SPARSE for kind in types]
-    return fields | dict(
-        layers=with_experts([LayerSpec((mixer,))] * layers, sparse, read_grouped_experts(hf))
-    )
+    layer = LayerSpec((mixer,))
+    if not any(sparse):
+        return fields | dict(layers=(layer,) * layers)
+    return fields | dict(layers=with_experts([layer] * layers, sparse, read_grouped_experts(hf)))
 
 
 def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:

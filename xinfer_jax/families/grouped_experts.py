@@ -29,6 +29,8 @@ def with_grouped_experts(
     """
     layers = tuple(layers)
     dense = get_count(hf, "first_k_dense_replace")
+    if dense >= len(layers):
+        return layers
     experts = read_grouped_experts(hf, **router_fields)
     return with_experts(layers, [i >= dense for i in range(len(layers))], experts)
 

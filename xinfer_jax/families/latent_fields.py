@@ -11,7 +11,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Joined, Names
-from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_rope
+from .rope_settings import ROPE_TYPES, read_rope, write_rope
 from .values import get_boolean, get_integer, no_indexer
 
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -21,7 +21,7 @@ KV_B = Names(joined=(Joined("self_attn.kv_b_proj", ("k_up", "v_up"), groups="num
 
 
 def read_latent_attention(
-    hf: Mapping, rope_types: tuple[str, ...] = PARTIAL_ROPE_TYPES
+    hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES
 ) -> tuple[LatentAttentionSpec, dict[str, Any]]:
     """Returns the mixer, and the fields of `ModelConfig` that it sets. Raises InputError."""
     check_setting(hf, "is_causal", True)

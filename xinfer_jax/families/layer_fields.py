@@ -146,10 +146,15 @@ def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec
 
 
 def unused_shared_experts(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Returns the names of shared experts of width 0."""
+    """Returns the names of shared experts of width 0: of tensors without numbers, and of their gates. names:
+    names of tensors, or tensors by name.
+    """
     if config.experts and config.experts.shared_intermediate_size:
         return set()
-    return {name for name in names if ".mlp.shared_expert" in name}
+    tensors = names if isinstance(names, Mapping) else dict.fromkeys(names)
+    is_empty = lambda name: 0 in getattr(tensors[name], "shape", (0,))  # noqa: E731
+    found = {name for name in names if ".mlp.shared_expert" in name}
+    return {name for name in found if ".shared_expert_gate." in name or is_empty(name)}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:

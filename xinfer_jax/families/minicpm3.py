@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Family
 from .latent_fields import KV_B, check_setting, read_latent_attention, write_latent_attention
-from .rope_settings import PARTIAL_ROPE_TYPES
+from .rope_settings import ROPE_TYPES
 from .values import get_integer, get_number
 
 
@@ -29,7 +29,7 @@ def read_minicpm3(hf: Mapping, layers: int) -> dict[str, Any]:
                 " gives no v_head_dim"
             )
         hf = {**hf, "v_head_dim": hidden // heads}
-    mixer, fields = read_latent_attention({**hf, "rope_interleave": False}, (*PARTIAL_ROPE_TYPES, "longrope"))
+    mixer, fields = read_latent_attention({**hf, "rope_interleave": False}, (*ROPE_TYPES, "longrope"))
     root = math.sqrt(layers)
     return fields | dict(
         layers=(LayerSpec((mixer,)),) * layers,

@@ -21,7 +21,8 @@ _ROUTER = dict(scoring_func="softmax", correction_bias=False, masked_score=0.0)
 
 def read_mistral4(hf: Mapping, layers: int) -> dict[str, Any]:
     """`partial_rotary_factor` is the part of a whole head, and always gives the width `qk_rope_head_dim`."""
-    given = _ROPE if not (hf.get("rope_scaling") or hf.get("rope_parameters")) else flat_rope_settings(hf)
+    is_absent = hf.get("rope_scaling") is None and hf.get("rope_parameters") is None
+    given = _ROPE if is_absent else flat_rope_settings(hf)
     given = {name: x for name, x in given.items() if name != "partial_rotary_factor"}
     hf = {**hf, "rope_scaling": None, "rope_parameters": given, "partial_rotary_factor": None}
     mixer, fields = read_latent_attention(hf)

@@ -44,7 +44,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # where they are not the family's
     "qwen3_vl_text": _QWEN3_VL,
     "qwen3_vl_moe_text": _QWEN3_VL | dict(num_key_value_heads=16, norm_topk_prob=True),
 }
-_PLACEHOLDERS = ("image", "video", "audio", "vision_start", "boi", "boa")  # begin of image, of audio
+# "boi", "boa": the begin of an image, and of audio.
+_PLACEHOLDERS = ("image", "video", "audio", "vision_start", "boi", "boa", "media_placeholder")
 _NOT_READ = ("text_config", "vision_config", "audio_config")
 
 

@@ -20,6 +20,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         InputError: config.json of its family has no such model: the fields that it would lose are named.
     """
     family = load("family", config.model_type)
+    once = (layer.with_mixer(kv_copies=1) for layer in config.layers)  # of a mesh: not in config.json
+    config = dataclasses.replace(config, layers=tuple(once))
     causal = dataclasses.replace(config, layers=tuple(map(_causal, config.layers)))
     attention = next(filter(None, (layer.attention for layer in config.layers)), AttentionSpec())
     activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"

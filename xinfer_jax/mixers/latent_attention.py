@@ -52,7 +52,7 @@ class LatentAttentionSpec(MixerSpec):
     bias: bool = False  # the matrices of latents and the output matrix have biases
     norm_eps: float = 1e-6  # of the norms of latents
     query_scaling: tuple[float, int] | None = None  # as in `AttentionSpec`
-    num_key_value_heads: int = 1  # K, copies of each latent: devices of a mesh have one each
+    kv_copies: int = 1  # K, copies of each latent: devices of a mesh have one each
 
 
 class LatentAttention(Mixer):
@@ -175,7 +175,7 @@ class LatentAttention(Mixer):
     @property
     def num_kv_heads(self) -> int:
         """K, copies of each latent in the cache."""
-        return self.spec.num_key_value_heads
+        return self.spec.kv_copies
 
     @property
     def key_width(self) -> int:

@@ -101,9 +101,11 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        found = (getattr(mixer, "num_key_value_heads", None) for mixer in layer.mixers)
-        own = next(filter(None, found), None)
-        return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
+        for field in ("num_key_value_heads", "kv_copies"):
+            found = (getattr(mixer, field, None) for mixer in layer.mixers)
+            if own := next(filter(None, found), None):
+                layer = layer.with_mixer(**{field: repeated(own)})
+        return layer
 
     heads = repeated(config.num_key_value_heads)
     return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
