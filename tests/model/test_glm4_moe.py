@@ -198,6 +198,9 @@ def test_other_layers_after_the_last_one_are_an_error():
     lost = {name: x for name, x in published().items() if "layers.1.mlp.gate.e_score" not in name}
     with pytest.raises(xj.InputError, match=r"missing model.layers.1.mlp.gate.e_score_correction_bias \[8\]"):
         xj.params.params_from_tensors(CASE.config, lost)
+    without = cases.Case(CASE.hf | dict(n_shared_experts=0)).config
+    with pytest.raises(xj.InputError, match="unknown model.layers.1.mlp.shared_experts.down_proj.weight"):
+        xj.params.params_from_tensors(without, published())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_other_layers_after_the_last_one_are_an_error():
         (dict(routed_scaling_factor=0), "routed_scaling_factor must be a number above 0, got 0"),
         (dict(norm_topk_prob=1), "norm_topk_prob must be true or false, got 1"),
         (dict(use_qk_norm=None), "use_qk_norm must be true or false"),
-        (dict(rope_scaling=dict(rope_type="llama3")), "rope type 'llama3' is not supported"),
+        (dict(rope_scaling=dict(rope_type="su")), "rope type 'su' is not supported"),
     ],
 )
 def test_rejected_settings(change, message):

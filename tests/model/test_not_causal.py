@@ -15,7 +15,7 @@ from xinfer_jax.model.forward_parts import hidden_states
 
 pytestmark = pytest.mark.oldest
 
-# Latent attention is causal: tests/model/test_latent_attention.py has the error.
+# Latent attention is causal: tests/checkpoint/test_latent_files.py has the error.
 CAUSAL = {
     name: case
     for name, case in cases.CASES.items()

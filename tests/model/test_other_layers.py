@@ -202,7 +202,7 @@ def test_constants_of_xielu_have_no_gradient():
         ("cohere2-published", dict(logit_scale=0), "logit_scale must be a number above 0, got 0"),
         ("apertus-published", dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported: use one of"),
         ("llama2-mha-old", dict(hidden_act="xielu"), "hidden_act 'xielu' is not supported"),
-        ("glm-published", dict(rope_scaling=dict(rope_type="llama3")), "rope type 'llama3' is not supported"),
+        ("glm-published", dict(rope_scaling=dict(rope_type="su")), "rope type 'su' is not supported"),
     ],
 )
 def test_rejected_settings(name, change, message):

@@ -9,13 +9,13 @@ from typing import Any
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from .family import Family, Joined, Names
-from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
+from .rope_settings import read_rope, write_partial_rope
 from .values import get_boolean
 
 
 def read_glm(hf: Mapping, layers: int) -> dict[str, Any]:
     layer = LayerSpec((AttentionSpec(qkv_bias=get_boolean(hf, "attention_bias")),))
-    rope = read_rope(hf, PARTIAL_ROPE_TYPES, partial=True, interleaved=True)
+    rope = read_rope(hf, partial=True, interleaved=True)
     return dict(rope=rope, layers=(layer,) * layers)
 
 

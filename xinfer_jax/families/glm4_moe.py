@@ -10,7 +10,7 @@ from ..config.model_config import ModelConfig
 from .family import Family
 from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .layer_fields import unused_shared_experts
-from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
+from .rope_settings import read_rope, write_partial_rope
 from .values import get_boolean
 
 
@@ -20,7 +20,7 @@ def read_glm4_moe(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm="head" if get_boolean(hf, "use_qk_norm") else None,
     )
     specs = with_grouped_experts(hf, [LayerSpec((mixer,))] * layers)
-    return dict(rope=read_rope(hf, PARTIAL_ROPE_TYPES, partial=True), layers=specs)
+    return dict(rope=read_rope(hf, partial=True), layers=specs)
 
 
 def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..feed_forward.grouped_topk import GroupedTopkSpec
 from .family import Family, Joined, Names
 from .layer_fields import read_experts
 from .mixtral import JOINED, NAMES
-from .rope_settings import PARTIAL_ROPE_TYPES, read_rope, write_partial_rope
+from .rope_settings import read_rope, write_partial_rope
 from .values import get_integer
 
 
@@ -23,7 +23,7 @@ def read_minimax_m2(hf: Mapping, layers: int) -> dict[str, Any]:
         {**hf, "moe_intermediate_size": hf["intermediate_size"]}, router=GroupedTopkSpec(norm_epsilon=0.0)
     )
     layer = LayerSpec((AttentionSpec(qk_norm="joint"),), experts)
-    return dict(rope=read_rope(hf, PARTIAL_ROPE_TYPES, partial=True), layers=(layer,) * layers)
+    return dict(rope=read_rope(hf, partial=True), layers=(layer,) * layers)
 
 
 def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-PARTIAL_ROPE_TYPES = ("default", "linear", "yarn")  # which also may rotate a part of a head
 _OF_FAMILY = ("head_dim", "interleaved")  # fields that are not in `rope_parameters`
 _NONE_IF_0 = ("mscale", "mscale_all_dim")
 _STRETCHED = ("yarn", "longrope")  # by the ratio of two lengths if there is no factor
