@@ -169,7 +169,7 @@ def scores(params, config, tokens_BT):
     return jnp.take_along_axis(logprobs_BTV, tokens_BT[:, 1:, None], 2)[..., 0], logits_BTV.argmax(-1)
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.skipif(not STORIES.is_dir(), reason=f"the real data is missing: {STORIES}")
 def test_loss_of_a_trained_model():
     """Measures, on text that the model itself generates, the change of perplexity, as a fraction, and top-1

@@ -20,7 +20,7 @@ IDS = [5, 6, 7]
 score = jax.jit(xj.score, static_argnums=1)
 
 
-@pytest.mark.parametrize("how", [{}, pytest.param(dict(draft="lookup"), marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize("how", [{}, pytest.param(dict(draft="lookup"), marks=pytest.mark.soak)], ids=len)
 def test_masks_of_answers(how):
     with xj.Engine(MODEL, **SHAPE, **how, support=True) as engine:
         key = jax.random.key(3)
