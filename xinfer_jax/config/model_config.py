@@ -91,10 +91,9 @@ class ModelConfig:
                 f"num_hidden_layers is {self.num_hidden_layers}, and layers has only {len(self.layers)}"
             )
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
-        if len({layer.experts for layer in self.layers} - {None}) > 1:
-            raise InputError("layers with different ExpertsSpecs are not supported")
-        if len({layer.centered_norms for layer in self.layers}) > 1:
-            raise InputError("layers with different centered_norms are not supported")
+        for field in ("experts", "centered_norms"):
+            if len({getattr(layer, field) for layer in self.layers} - {None}) > 1:
+                raise InputError(f"layers with different {field} are not supported")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
