@@ -100,6 +100,9 @@ def test_a_parallel_block_has_one_norm():
     params, config = model_of("cohere2-published")
     assert {"attn_norm", "q", "k", "v", "o", "gate", "up", "down"} == params["layers"][0].keys()
     assert [layer.attention.uses_rope for layer in config.layers] == [True, True, True, False, True]
+    other = dataclasses.replace(config.layers[0], centered_norms=False)
+    with pytest.raises(xj.InputError, match="layers with different centered_norms are not supported"):
+        dataclasses.replace(config, layers=(other, *config.layers[1:]))
     with pytest.raises(xj.InputError, match="cohere2', which has norms of another kind"):
         check_supported(config, "scales", "they are", "leave them out")
 
