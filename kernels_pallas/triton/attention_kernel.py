@@ -53,9 +53,8 @@ class Settings(NamedTuple):
 
     @property
     def block_columns(self) -> int:
-        """Columns of a block of queries: the tile of the last part reaches to its end."""
-        first, count = self.part_columns[-1]
-        return first + tile_size(count)
+        """Columns of a block of queries: the tiles of all parts are within it."""
+        return max(first + tile_size(count) for first, count in self.part_columns)
 
 
 class _Queries(NamedTuple):
