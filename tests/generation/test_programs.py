@@ -279,7 +279,7 @@ def test_a_compilation_error_is_raised_once(model, monkeypatch):
         dict(prompts=[PROMPT, LONG, [3]], sampling=WARM),
         dict(sampling=FULL, logprobs=2, n=2),
         dict(draft="lookup", max_tokens=12),
-        dict(cache_dtype="int4"),
+        pytest.param(dict(cache_dtype="int4"), marks=pytest.mark.soak),
         dict(use_cache=False),
         dict(prompts=[LONG * 3], capacity=None, eos_token_ids=(7, 9)),
     ],

@@ -45,7 +45,7 @@ def test_bits_of_masks():
     [
         dict(temperature=0.7, top_k=5),
         dict(temperature=1.3, top_p=0.8),
-        pytest.param(dict(temperature=2.0, top_k=70, top_p=0.9), marks=pytest.mark.full),
+        pytest.param(dict(temperature=2.0, top_k=70, top_p=0.9), marks=pytest.mark.soak),
         pytest.param(dict(temperature=0.9, min_p=0.2, forbidden_token_ids=[3, 4]), marks=pytest.mark.full),
     ],
     ids=lambda settings: "-".join(settings),
@@ -124,7 +124,7 @@ def test_invalid_masks_are_rejected(support, more, why):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=pytest.mark.full)], ids=len
+    "how", [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=pytest.mark.soak)], ids=len
 )
 def test_generate_returns_masks(how):
     sampling = xj.SamplingConfig(temperature=0.8, top_k=4)

@@ -43,6 +43,10 @@ CASES = {
 }
 
 
+_LONGEST = [(name, "interpret_tpu") for name in ("steps", "groups-of-heads")]
+KINDS = full_except([("drafts", "interpret")], product(CASES, EMULATED), _LONGEST)
+
+
 def calls(impl, case):
     """Operands of the calls, from position 0 or 7 on, with results and caches of the kernel and of plain jnp.
     Of each call's tokens a random number is accepted; some rows have none, in the last call all.
@@ -90,7 +94,9 @@ def assert_equal(impl, case):
         np.testing.assert_array_equal(cache.state, after.state)
 
 
-@pytest.mark.parametrize("name, impl", full_except([("drafts", "interpret")], product(CASES, EMULATED)))
+@pytest.mark.parametrize(
+    "name, impl", full_except([("drafts", "interpret")], product(CASES, EMULATED), LONGEST)
+)
 def test_calls_equal_plain_jnp(name, impl):
     assert_equal(impl, CASES[name])
 

@@ -34,6 +34,9 @@ CASES = {
 }
 
 
+_LONGEST = [(name, "interpret_tpu") for name in ("grid-steps", "groups-of-heads")]
+KINDS = full_except([("ragged", "interpret")], product(CASES, EMULATED), _LONGEST)
+
 program = partial(delta_cases.program, "delta_prefill")
 
 
@@ -43,7 +46,9 @@ def assert_equals_reference(impl, args):
     assert not out[np.arange(out.shape[1]) >= args[-1][:, None]].any()
 
 
-@pytest.mark.parametrize("name, impl", full_except([("ragged", "interpret")], product(CASES, EMULATED)))
+@pytest.mark.parametrize(
+    "name, impl", full_except([("ragged", "interpret")], product(CASES, EMULATED), LONGEST)
+)
 def test_prompts(name, impl):
     assert_equals_reference(impl, arrays(*CASES[name]))
 

@@ -124,7 +124,7 @@ def test_parts_say_what_they_do_not_support(feature, layers, part):
         check_supported(config, feature, "it is", "remedy")
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_states_of_several_sizes():
     """Cached equals uncached, and an engine gives the tokens of `generate`."""
     wide = dataclasses.replace(DELTA, num_key_heads=1, value_head_dim=24, conv_kernel_dim=3)
