@@ -94,9 +94,7 @@ def assert_equal(impl, case):
         np.testing.assert_array_equal(cache.state, after.state)
 
 
-@pytest.mark.parametrize(
-    "name, impl", full_except([("drafts", "interpret")], product(CASES, EMULATED), LONGEST)
-)
+@pytest.mark.parametrize("name, impl", KINDS)
 def test_calls_equal_plain_jnp(name, impl):
     assert_equal(impl, CASES[name])
 
