@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from quick import full_except
 from random_matrices import random_params
 
 import xinfer_jax as xj
@@ -105,11 +106,10 @@ def talks(model):
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "dtype, most, agree",
-    [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)],
-)
+AGREEMENT = [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)]
+
+
+@pytest.mark.parametrize("dtype, most, agree", full_except((), AGREEMENT, AGREEMENT[3:]))
 def test_cache_bytes_and_top_1_agreement(model, talks, dtype, most, agree):
     """Top-1 agreement, teacher-forced: the first 16 tokens in one call, then one by one."""
     tokens_BT, num_tokens_B, want_BT = talks

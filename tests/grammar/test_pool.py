@@ -145,7 +145,7 @@ class _LateGrammar(Grammar):
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=[pytest.mark.full, pytest.mark.newest])],
+    [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=pytest.mark.soak)],
 )
 def test_rows_with_late_masks_wait_alone(model, shape):
     """They lose neither settings nor limits, and others go on. With draft tokens a step is one program."""

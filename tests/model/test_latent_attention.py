@@ -51,7 +51,7 @@ def test_tokens_by_cache_and_drafts(model, out):
     assert family_checks.check_tokens(model) == out.tokens
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_a_draft_model_and_beams(model, out):
     params, config, prompts = model
     drafted = dataclasses.replace(CACHED, draft=xj.Model(params, config), draft_tokens=3)
@@ -111,7 +111,7 @@ def test_texts_of_one_row_do_not_see_each_other(model):
     np.testing.assert_allclose(together_1T[5:], alone[1], atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_stacked_layers_remat_and_taps():
     params, config, prompts = family_checks.small_model(CASE, first_k_dense_replace=0)
     row_1T = np.array(prompts[1:2])
@@ -163,7 +163,7 @@ def test_adapters_of_rows(model):
         "o",
     }
     of_rows = xj.lora.with_adapters(params, adapters, np.array([0, 1, -1]))
-    family_checks.check_chunks((of_rows, config, prompts), (39, 76, 77))
+    family_checks.check_chunks((of_rows, config, prompts), (77,))
     one = xj.lora.with_adapter(params, adapters[0])
     tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
     logits_BTV = xj.forward(of_rows, config, tokens_BT, None, num_tokens_B)[0]
@@ -171,9 +171,10 @@ def test_adapters_of_rows(model):
     np.testing.assert_allclose(logits_BTV[2], plain_BTV[2], atol=1e-5)
     assert np.abs(logits_BTV[:2, :5] - plain_BTV[:2, :5]).max() > 0.1
     merged = xj.lora.merge_adapter(params, adapters[0])
-    family_checks.check_chunks((one, config, prompts), (77,))
+    of_one = xj.forward(one, config, tokens_BT[:1], None, num_tokens_B[:1])[0]
     alone_1TV = xj.forward(merged, config, tokens_BT[:1], None, num_tokens_B[:1])[0]
-    np.testing.assert_allclose(logits_BTV[0, :5], alone_1TV[0, :5], atol=1e-4)
+    for found_BTV in (logits_BTV, of_one):
+        np.testing.assert_allclose(found_BTV[0, :5], alone_1TV[0, :5], atol=1e-4)
 
 
 @pytest.mark.full
