@@ -19,7 +19,7 @@ from xinfer_jax.model.extras import Extras
 TOKENS = np.arange(3 * 8, dtype=np.int32).reshape(3, 8) + 5, np.array([8, 6, 8], np.int32)
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_adapters_of_rows_in_both_executors():
     """Gemma 4 has a matrix with adapters outside its layers."""
     layers = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

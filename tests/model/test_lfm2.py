@@ -85,7 +85,7 @@ def test_texts_of_one_row_do_not_see_each_other(model):
 # --- engines ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_bits_alone_equal_those_beside_others(model):
     """Rows are preempted while they prefill and while they decode. There are snapshots of a common prefix,
     and draft tokens. All numbers are `==`, not only close.

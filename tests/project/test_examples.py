@@ -162,7 +162,7 @@ def test_every_example_is_tested_and_in_the_readme():
 
 
 # The tutorial on GRPO takes most of the path of grpo_engine.
-@pytest.mark.parametrize("name", full_except((), CHECKS, soak=["grpo_engine"]))
+@pytest.mark.parametrize("name", full_except((), CHECKS, soak=["grpo_engine", "guidance", "sft"]))
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
