@@ -43,7 +43,7 @@ def route(  # noqa: PLR0913
     NaN counts as infinity. If a row has fewer finite scores, an output comes again, with weight 0. It takes
     the arguments of `product`, with matrices of floats, and the second matrix without a bias.
 
-    grouped: None, or the fields of a `GroupedTopk` by name. The bias of the first matrix is then added to
+    grouped: None, or a dict with the fields of `GroupedTopk`. The bias of the first matrix is then added to
     scores for the choice alone, and its dtype may be another than that of x.
     """
     M, D = x_MD.shape

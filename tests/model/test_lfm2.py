@@ -73,13 +73,7 @@ def test_prefixes_reach_to_their_state(model, out, tmp_path):
 
 
 def test_texts_of_one_row_do_not_see_each_other(model):
-    params, config, prompts = model
-    row_1T = np.array([sum(prompts[:2], [])])
-    ids_1T = np.repeat([0, 1], [5, 23])[None]
-    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T).logprobs_BT[0]
-    alone = [xj.score(params, config, np.array([prompt])).logprobs_BT[0] for prompt in prompts[:2]]
-    np.testing.assert_allclose(together_1T[:4], alone[0], atol=1e-4)
-    np.testing.assert_allclose(together_1T[5:], alone[1], atol=1e-4)
+    family_checks.check_packed_texts(model)
 
 
 # --- engines ------------------------------------------------------------------------------------------------

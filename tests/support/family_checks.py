@@ -63,6 +63,17 @@ def check_tokens(model: Any) -> list[list[int]]:
     return out.tokens
 
 
+def check_packed_texts(model: Any) -> None:
+    """Two texts in one row have the log-probabilities that each has alone."""
+    params, config, prompts = model
+    row_1T = np.array([sum(prompts[:2], [])])
+    ids_1T = np.repeat([0, 1], [5, 23])[None]
+    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T).logprobs_BT[0]
+    alone = [xj.score(params, config, np.array([prompt])).logprobs_BT[0] for prompt in prompts[:2]]
+    np.testing.assert_allclose(together_1T[:4], alone[0], atol=1e-4)
+    np.testing.assert_allclose(together_1T[5:], alone[1], atol=1e-4)
+
+
 def check_engine_bits(model: Any, cache_dtype: str = "int8") -> None:
     """An engine over pages of this dtype gives the same bits alone and next to others, and the tokens of
     `generate`.

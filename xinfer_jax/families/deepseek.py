@@ -49,7 +49,9 @@ def read_deepseek_v2(hf: Mapping, layers: int) -> dict[str, Any]:
             f" {hf['model_type']!r}: only {_GREEDY!r} and {_IN_GROUPS!r} are"
         )
     mixer, fields = read_latent_attention({**hf, "rope_interleave": True})
-    router = dict(scoring_func="softmax", correction_bias=False, group_score="max", masked_score=0.0)
+    router: dict[str, Any] = dict(
+        scoring_func="softmax", correction_bias=False, group_score="max", masked_score=0.0
+    )
     hf = {**hf, "norm_topk_prob": False} | (dict(n_group=1, topk_group=1) if method == _GREEDY else {})
     return fields | dict(layers=with_grouped_experts(hf, [LayerSpec((mixer,))] * layers, **router))
 

@@ -14,9 +14,9 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
 from .family import Family
-from .grouped_experts import DEFAULTS, NAMES, read_grouped_experts, write_grouped_experts
+from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .latent_fields import KV_B, read_latent_attention, write_latent_attention
-from .layer_fields import unused_shared_experts, with_experts
+from .layer_fields import unused_shared_experts
 
 _DENSE = "dense"
 _SPARSE = "sparse"
@@ -35,10 +35,7 @@ def read_glm4_moe_lite(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     mixer, fields = read_latent_attention(hf)
     sparse = [kind == _SPARSE for kind in types]
-    layer = LayerSpec((mixer,))
-    if not any(sparse):
-        return fields | dict(layers=(layer,) * layers)
-    return fields | dict(layers=with_experts([layer] * layers, sparse, read_grouped_experts(hf)))
+    return fields | dict(layers=with_grouped_experts(hf, [LayerSpec((mixer,))] * layers, sparse))
 
 
 def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 experts that the grouped router chooses, and some that all tokens use.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config.layer_spec import ExpertsSpec, LayerSpec
@@ -22,20 +22,26 @@ DEFAULTS: dict[str, Any] = dict(n_group=1, topk_group=1, first_k_dense_replace=0
 
 
 def with_grouped_experts(
-    hf: Mapping, layers: Iterable[LayerSpec], **router_fields: Any
+    hf: Mapping, layers: Iterable[LayerSpec], sparse: Sequence[bool] | None = None, **router_fields: Any
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers, those from `first_k_dense_replace` on with experts. router_fields: fields of
-    `GroupedTopkSpec` that config.json does not have.
+    """Returns the layers, of which some have experts.
+
+    Args:
+        hf: config.json, with its defaults.
+        layers: the layers with an MLP.
+        sparse: True for each layer with experts. None: the layers from `first_k_dense_replace` on.
+        router_fields: fields of `GroupedTopkSpec` that config.json does not have.
     """
     layers = tuple(layers)
-    dense = get_count(hf, "first_k_dense_replace")
-    if dense >= len(layers):
+    if sparse is None:
+        dense = get_count(hf, "first_k_dense_replace")
+        sparse = [i >= dense for i in range(len(layers))]
+    if not any(sparse):  # config.json may lack the sizes of experts
         return layers
-    experts = read_grouped_experts(hf, **router_fields)
-    return with_experts(layers, [i >= dense for i in range(len(layers))], experts)
+    return with_experts(layers, sparse, _read_grouped_experts(hf, **router_fields))
 
 
-def read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
+def _read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
     """Returns the experts. router_fields: as in `with_grouped_experts`."""
     experts = get_integer(hf, "n_routed_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)

@@ -147,7 +147,7 @@ def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec
 
 def unused_shared_experts(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Returns the names of shared experts of width 0: of tensors without numbers, and of their gates. names:
-    names of tensors, or tensors by name.
+    names of tensors, or a dict with the tensors.
     """
     if config.experts and config.experts.shared_intermediate_size:
         return set()

@@ -16,7 +16,7 @@ from .layer_fields import unused_shared_experts
 from .llama import read_query_scaling, write_query_scaling
 from .rope_settings import flat_rope_settings
 
-_ROUTER = dict(scoring_func="softmax", correction_bias=False, masked_score=0.0)
+_ROUTER: dict[str, Any] = dict(scoring_func="softmax", correction_bias=False, masked_score=0.0)
 
 
 def read_mistral4(hf: Mapping, layers: int) -> dict[str, Any]:
