@@ -41,6 +41,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
+    ("draft head", "mtp"): ("draft_heads.mtp", "Mtp"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),
     ("rope", "linear"): ("mixers.rope_scaling", "linear_rope"),

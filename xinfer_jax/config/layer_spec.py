@@ -30,6 +30,13 @@ class RouterSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftHeadSpec:
+    """The draft head in the files of a model. `plugins.TABLE` has the `DraftHead` of each kind."""
+
+    kind: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
     """Softmax attention."""
 

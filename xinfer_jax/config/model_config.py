@@ -9,7 +9,7 @@ import jax
 
 from ..errors import InputError
 from ..registry import plugin
-from .layer_spec import ExpertsSpec, LayerSpec, MixerSpec
+from .layer_spec import DraftHeadSpec, ExpertsSpec, LayerSpec, MixerSpec
 from .rope import RopeConfig as RopeConfig
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ModelConfig:
         hidden_size_per_layer_input: the width of the part of a token's own embedding that each layer gets. 0:
             none.
         vocab_size_per_layer_input: the number of rows in the matrix of these embeddings.
+        draft_head: the draft head among the parameters, if the model was loaded with one.
         eos_token_ids: ids that end an answer. `load_model` sets them, and without it they are (). `==` does
             not compare them, so functions of this library share their programs. If your own function reads
             them under `jit`, it is compiled for each value, unless you pass the config by `static_argnums`,
@@ -81,6 +82,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
+    draft_head: DraftHeadSpec | None = None
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
     placeholder_ids: dict[int, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     quantization_config: dict | None = dataclasses.field(default=None, compare=False, repr=False)

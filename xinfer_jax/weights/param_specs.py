@@ -8,6 +8,7 @@ import jax
 from ..annotations import Params as Params
 from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError
+from ..registry import plugin
 
 Axis = tuple[int, str | None]  # size and name
 
@@ -54,7 +55,7 @@ def param_specs(config: ModelConfig) -> Params:
     vocabulary = (config.vocab_size, "vocab")
     tree: Params = {
         "embed": dense(vocabulary, d, init="small"),
-        "layers": tuple(_layer(config, i) for i in range(config.num_hidden_layers)),
+        "layers": tuple(layer_specs(config, i) for i in range(config.num_hidden_layers)),
         "final_norm": norm_spec(d),
     }
     if not config.tie_word_embeddings:
@@ -64,6 +65,8 @@ def param_specs(config: ModelConfig) -> Params:
         tree["layer_embed"] = dense((config.vocab_size_per_layer_input, "vocab"), width, init="small")
         tree["layer_proj"] = dense(width, d)
         tree["layer_input_norm"] = norm_spec((P, None))
+    if config.draft_head is not None:
+        tree["draft_head"] = plugin("draft head", config.draft_head.kind).of_model(config).param_specs()
     return jax.tree_util.tree_map_with_path(_with_name, tree)
 
 
@@ -76,7 +79,8 @@ def _with_name(path: Any, spec: ParamSpec) -> ParamSpec:
     return dataclasses.replace(spec, name=leaf_name(path))
 
 
-def _layer(config: ModelConfig, index: int) -> Params:
+def layer_specs(config: ModelConfig, index: int) -> Params:
+    """Returns the specs of one layer."""
     spec = config.layers[index]
     d = (config.hidden_size, "embed")
     parts: list[tuple[str, Any]] = [("attn", mixer) for mixer in config.mixers(index)]
