@@ -1,7 +1,8 @@
 """Trains a draft head (multi-token prediction) of the bundled model on the model's own answers.
 
 `pip install -e '.[train]'`, then `python scripts/train_head.py`: some minutes on two CPU cores. It writes
-mtp.safetensors to --output. The same seed gives the same weights on one machine with the same versions.
+mtp.safetensors to --output, and sets `mtp_num_hidden_layers` in the config.json there, if there is one. The
+same seed gives the same weights on one machine with the same versions.
 """
 
 from launcher import start
@@ -9,6 +10,7 @@ from launcher import start
 # isort: split
 import dataclasses
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -208,12 +210,16 @@ def file_names(head: Mtp) -> Params:
     return jax.tree.map(lambda _, name: name, specs, whole)
 
 
-def write_head(file: Path, head: Mtp, own: Params) -> None:
-    """Writes the parameters."""
+def write_head(directory: Path, head: Mtp, own: Params) -> None:
+    """Writes the parameters, and the number of the head's layers to config.json, if there is one."""
     names = jax.tree.leaves(file_names(head))
-    complete = file.with_name(f".{file.name}.new")
+    complete = directory / f".{FILE}.new"
     save_file(dict(zip(names, jax.tree.leaves(own), strict=True)), complete, metadata={"format": "pt"})
-    os.replace(complete, file)
+    os.replace(complete, directory / FILE)
+    config = directory / "config.json"
+    if config.exists():
+        settings = json.loads(config.read_text(encoding="utf-8")) | dict(mtp_num_hidden_layers=1)
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
@@ -231,7 +237,7 @@ def main(argv: list[str]) -> None:
     cpu_seconds = time.process_time() - cpu
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), own)
     print_acceptance(model, head, jax.tree.map(lambda leaf: leaf.astype(np.float32), rounded))
-    write_head(output / FILE, head, rounded)
+    write_head(output, head, rounded)
     print(f"{output / FILE}: trained in {seconds:.0f} s, {cpu_seconds:.0f} s of CPU time")
 
 
