@@ -107,7 +107,7 @@ def mean_losses(own: Params, head: Mtp, target: Params, batch: Answers, count: i
     losses = []
     for i in range(count):
         unread = UnreadTokens(tokens_BT, shifted(states_BTD), length_B)
-        call: Any = DraftCall(unread, None, None, None, None, RunConfig())  # type: ignore[arg-type]
+        call = DraftCall(unread, None, None, None, None, RunConfig())
         states_BTD, _ = head.run(params, unread, call)
         loss_BW = optax.losses.kl_divergence_with_log_targets(logprobs(states_BTD), right_BWV)
         counts_BW = (at_BW + 1 < length_B[:, None]) & (step_W >= i)
@@ -157,7 +157,7 @@ def draft_tokens(head: Mtp, params: HeadParams, unread: UnreadTokens, count: int
     """Returns greedy draft tokens, int32 [B, count], after these tokens."""
     (B, T) = unread.tokens_BT.shape
     cache = xj.init_cache(head.config, B, T + count)
-    call: Any = DraftCall(unread, cache, None, None, greedy, RunConfig())  # type: ignore[arg-type]
+    call = DraftCall(unread, cache, None, None, greedy, RunConfig())
     return head.draft(params, call, count)[0]
 
 
