@@ -2,13 +2,20 @@
 
 import ctypes
 import dataclasses
+import itertools
 import threading
 import time
+from collections.abc import Sequence
 
 import jax
 
 from .memory_plan import MemoryPlan
 from .registry import plugin
+
+
+def sums_by_place(*counts: Sequence[int]) -> list[int]:
+    """Returns the sums of counts of draft tokens at each place of a pass. Missing places count 0."""
+    return [sum(of_place) for of_place in itertools.zip_longest(*counts, fillvalue=0)]
 
 
 @dataclasses.dataclass
@@ -33,6 +40,8 @@ class GenerateStats:
             of forward passes.
         total_seconds: the time of the whole call after its arguments were validated, compilation included.
         acceptance: the acceptance rate of each row's draft tokens. None: the call had no draft tokens.
+        accepted: for each row, the number of accepted draft tokens at each place of a pass: the first number
+            counts first draft tokens. None: the call had no draft tokens.
         passes: the number of forward passes of the model for each row. None: the call had no draft tokens.
         peak_bytes: the peak memory in bytes: of the process on a CPU, and of the device elsewhere.
         memory: the planned bytes. None: a request to an engine, because the engine itself has the plan in its
@@ -52,6 +61,7 @@ class GenerateStats:
     decode_steps: int = 0
     total_seconds: float = 0.0
     acceptance: list[float] | None = None
+    accepted: list[list[int]] | None = None
     passes: list[int] | None = None
     peak_bytes: int = 0
     memory: MemoryPlan | None = None
