@@ -2,20 +2,13 @@
 
 import ctypes
 import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import Sequence
 
 import jax
 
 from .memory_plan import MemoryPlan
 from .registry import plugin
-
-
-def sums_by_place(*counts: Sequence[int]) -> list[int]:
-    """Returns the sums of counts of draft tokens at each place of a pass. Missing places count 0."""
-    return [sum(of_place) for of_place in itertools.zip_longest(*counts, fillvalue=0)]
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 loop.
 """
 
+import itertools
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,7 +15,6 @@ from ..generation.state import SampledTokens
 from ..model.routes import routes_shape
 from ..old_names import OldAttribute
 from ..sampling.logprobs import TokenLogprobs
-from ..stats import sums_by_place
 from .row import Row
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class Switch(NamedTuple):
     sampled: int = 0  # tokens that were sampled before
     recomputed: bool = False  # all keys were computed anew
     adapter_version: int = 0  # of its adapter, if it has one
+
+
+def sums_by_place(*counts: Sequence[int]) -> list[int]:
+    """Returns the sums of counts of draft tokens at each place of a pass. Missing places count 0."""
+    return [sum(of_place) for of_place in itertools.zip_longest(*counts, fillvalue=0)]
 
 
 class Progress(NamedTuple):

@@ -47,7 +47,7 @@ from ..weights.params import Params, activation_dtype
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
 from .device_programs import CacheArrays, RowsCall, RowSteps, cache_pools, cache_states, paged_cache
-from .head_programs import prefill_with_head
+from .head_programs import prefill_chunk_with_head
 from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -216,7 +216,7 @@ class Device:
         self, slot: int, pages: list[int], chunk: PaddedTokens, cache: KVCache, variant: Variant,
         is_final: bool = True, whole: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Runs `head_programs.prefill_with_head`, and keeps what it wrote. Returns the outputs and the
+        """Runs `head_programs.prefill_chunk_with_head`, and keeps what it wrote. Returns the outputs and the
         features of the last token.
         """
         shape = self._shape
@@ -225,7 +225,7 @@ class Device:
         caches = cache, self._caches(()).head
         args = model.params, model.extras, self._head_params, self._block_table({0: pages}, 1), chunk
         run_steps = self._executor().run_steps
-        outputs, features_1X, cache, head = run_steps(prefill_with_head, static, caches, args)
+        outputs, features_1X, cache, head = run_steps(prefill_chunk_with_head, static, caches, args)
         self._store(slot, cache, is_final, head)
         return outputs, features_1X
 

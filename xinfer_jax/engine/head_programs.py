@@ -38,7 +38,9 @@ def head_pools(cache: KVCache | None, features: FeaturePages | None) -> Any:
     return (*((layer.k, layer.v) for layer in cache.kv_layers), (features.k, None))
 
 
-def prefill_with_head(executor: Executor, static: tuple, caches: tuple[KVCache, Any], args: tuple) -> tuple:
+def prefill_chunk_with_head(
+    executor: Executor, static: tuple, caches: tuple[KVCache, Any], args: tuple
+) -> tuple:
     """Prefills a chunk of one row, which begins with a page.
 
     Args:

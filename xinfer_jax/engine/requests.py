@@ -14,9 +14,9 @@ from ..generation.options import GenerateOutput
 from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
-from ..stats import GenerateStats, peak_bytes, sums_by_place
+from ..stats import GenerateStats, peak_bytes
 from ..tokenization.answer_detokenizer import AnswerDetokenizer
-from .answers import Answer
+from .answers import Answer, sums_by_place
 from .request_options import RequestOptions
 from .row import HeldAdapter, Row
 

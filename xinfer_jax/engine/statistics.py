@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..stats import sums_by_place
+from .answers import sums_by_place
 from .requests import Request
 
 _MAX_TIMED_REQUESTS = 1000  # the last ones, for percentiles

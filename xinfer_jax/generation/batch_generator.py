@@ -204,20 +204,11 @@ class BatchGenerator:
         context = self._state.context
         draft_BT = None
         if self._drafting is not None and not first:
-            draft_BT = self._propose()
+            args = self._constants, self._state, self._rest
+            draft_BT, self._rest = self._drafting.propose(self._decoder, *args)
         active_R = None if first else self.active_R
         masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
         self._state = self._state.with_masks(masks)
-
-    def _propose(self) -> np.ndarray:
-        """Returns the draft tokens of the next step, int32 [B, draft tokens]."""
-        from .speculation import propose  # optional: speculative decoding
-
-        cache, drafts = self._rest
-        args = self._constants, self._state, cache
-        draft_BT, drafts = self._decoder.run_steps(propose, self._strategy, drafts, args)
-        self._rest = [cache, drafts]
-        return np.asarray(draft_BT)
 
     @property
     def _cache(self) -> KVCache | None:
@@ -247,13 +238,11 @@ class BatchGenerator:
         than the state.
         """
         unread = None
+        args = self._model, self._tokens, cache
         if self._drafting is None:
-            outputs, cache, *_ = executor.prefill(self._model, self._tokens, cache)
+            outputs, cache, *_ = executor.prefill(*args)
         else:
-            prefill = self._drafting.prefill
-            outputs, cache, draft_cache, unread = prefill(
-                executor, self._model, self._tokens, cache, draft_cache
-            )
+            outputs, cache, draft_cache, unread = self._drafting.prefill(executor, *args, draft_cache)
         if self._call.answers > 1:
             outputs, unread = executor.run(_PICK, (outputs, unread), self._prompt_R)
             cache, draft_cache = (

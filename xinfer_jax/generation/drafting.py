@@ -28,7 +28,8 @@ from .proposers import (
     check_draft_function,
     prompt_lookup,
 )
-from .speculation import SpeculationState, Speculative
+from .speculation import SpeculationState, Speculative, propose
+from .state import DecodeState
 from .validation import ValidatedCall
 
 
@@ -127,6 +128,16 @@ class Drafting:
         if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         return cache, SpeculationState.of_rows(call.rows, call.num_draft_tokens, draft_cache)
+
+    def propose(
+        self, executor: Executor, constants: tuple, state: DecodeState, rest: list[Any]
+    ) -> tuple[np.ndarray, list[Any]]:
+        """Returns the draft tokens of the next step, int32 [B, draft tokens], and the parts of the carry
+        after the state. rest: these parts.
+        """
+        cache, drafts = rest
+        draft_BT, drafts = executor.run_steps(propose, self.strategy, drafts, (constants, state, cache))
+        return np.asarray(draft_BT), [cache, drafts]
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
         """Writes the number of accepted draft tokens of the first rows into the statistics."""

@@ -122,7 +122,7 @@ class HeadProposer(Proposer):
     def propose(self, executor, params, state, caches, count):
         head_cache, target_cache = caches
         run_config = executor.run_config
-        features_BTX, count_B = state.unread.features_BTX, state.unread.count_B
+        features_BTX, count_B = state.unread
         first_B = state.position_B - count_B
         index_BT = first_B[:, None] + jnp.arange(features_BTX.shape[1])
         tokens_BT = jnp.take_along_axis(state.context.history_BS, jnp.maximum(index_BT, 0), 1, mode="clip")
@@ -167,15 +167,15 @@ def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
     return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
 
 
+def logits_at(logits: jax.Array, position: int) -> jax.Array:
+    """Returns [B, V] of logits [B, T, V]. Logits [B, V] belong to that position already."""
+    return logits if logits.ndim == 2 else logits[:, position]
+
+
 def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tuple[Inputs, KVCache]:
     """Returns each row's last two tokens, and the cache without them."""
     tokens_BT = jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
     return Inputs(tokens_BT, jnp.full(len(length_B), 2, jnp.int32)), truncate(cache, length_B - 2)
-
-
-def logits_at(logits: jax.Array, position: int) -> jax.Array:
-    """Returns [B, V] of logits [B, T, V]. Logits [B, V] belong to that position already."""
-    return logits if logits.ndim == 2 else logits[:, position]
 
 
 def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, length_B: jax.Array) -> Any:
