@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
 from xinfer_jax import InputError
+from xinfer_jax.cache.ring import Ring
 from xinfer_jax.checkpoint.draft_loading import is_draft
 from xinfer_jax.draft_heads.draft import bind_draft
 from xinfer_jax.draft_heads.draft_head import HeadParams
@@ -141,14 +142,18 @@ def reference_draft(head, params, context_TD, last, count):
 def empty_cache(head, kind):
     if kind == "paged":
         return paged_cache(head.config, 2, 1)
-    return xj.init_cache(head.config, 2, LENGTHS.max(), "float32")
+    capacity = 1024 if kind == "ring" else LENGTHS.max()
+    cache = xj.init_cache(head.config, 2, capacity, "float32")
+    assert isinstance(cache.layers[0], Ring) == (kind == "ring")
+    return cache
 
 
 @pytest.mark.parametrize(
     "name, kind",
     full_except(
         [("dflash-causal-windows", "paged"), ("dspark-own-cut-vocabulary", "contiguous")],
-        [(name, kind) for name in CASES for kind in ("contiguous", "paged")],
+        [(name, kind) for name in CASES for kind in ("contiguous", "paged")]
+        + [("dflash-causal-windows", "ring"), ("dflash-windows-on-both-sides", "ring")],
     ),
 )
 def test_drafts_are_those_of_the_reference(name, kind, target):
