@@ -94,31 +94,17 @@ def wrong_drafts(model):
     """Drafts with one error each, which no test of generated tokens shows."""
     unread = mtp_cases.read_prompts(model)
     norm = model.params["final_norm"] + (model.config.norm_offset or 0)
-    yield mtp_cases.draft(model, unread._replace(features_BTX=unread.features_BTX / norm), 1)  # not normed
+    yield mtp_cases.draft(model, unread._replace(features_BTX=unread.features_BTX / norm))  # not normed
     head = model.params["draft_head"]
     swapped = {"weight": jnp.roll(head["proj"]["weight"], model.config.hidden_size, 1)}  # hidden state first
     params = model.params | dict(draft_head=head | dict(proj=swapped))
-    yield mtp_cases.draft(dataclasses.replace(model, params=params), unread, 1)
+    yield mtp_cases.draft(dataclasses.replace(model, params=params), unread)
     if model.config.norm_offset is not None:  # norms of the head multiply by w in place of 1 + w
         less = {name: x - 1 if name.endswith("norm") else x for name, x in head.items()}
         less |= dict(layers=(jax.tree_util.tree_map_with_path(without_one, head["layers"][0]),))
         params = model.params | dict(draft_head=less)
-        yield mtp_cases.draft(dataclasses.replace(model, params=params), unread, 1)
+        yield mtp_cases.draft(dataclasses.replace(model, params=params), unread)
 
 
 def without_one(path, leaf):
     return leaf - 1 if path[-1].key.endswith("norm") else leaf
-
-
-def test_tokens_of_generate_with_the_head(saved):
-    """transformers itself drafts with these files, and its answer is that of the model alone."""
-    model, other, _ = saved
-    if model.config.norm_offset is not None:
-        pytest.skip("transformers rejects drafts for models with states")
-    ids = torch.tensor([list(ROWS[0])])
-    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    want = other.generate(ids, **options)[0, len(ROWS[0]) :].tolist()
-    assert other.generate(ids, use_mtp=True, **options)[0, len(ROWS[0]) :].tolist() == want
-    options = xj.GenerateOptions(max_tokens=12, eos_token_ids=())
-    found = xj.generate(model.params, model.config, [list(ROWS[0])], options)
-    assert list(found.tokens[0]) == want

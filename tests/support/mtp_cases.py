@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ _CHANGED = {  # names of cases in `parity_cases`, and changed fields
 }
 ROWS = ([5, 9, 60, 33, 7, 51, 2, 14, 40, 77, 30, 11], [8, 1, 61, 4, 23, 50, 6])
 DRAFTS = 3
+LOGITS: list[list[np.ndarray]] = []  # of the drafts of this call
 
 
 def hf_of(name: str) -> dict[str, Any]:
@@ -56,47 +58,64 @@ class Drafts(NamedTuple):
     logits_BTV: np.ndarray
 
 
-def read_prompts(model: xj.Model, rows: Any = ROWS, features_BTD: Any = None) -> UnreadTokens:
-    """Returns the tokens of all rows, with the features that the target gives them. features_BTD: features in
-    place of these.
-    """
+def read_prompts(model: xj.Model, rows: Any = ROWS) -> UnreadTokens:
+    """Returns the tokens of all rows, with the features that the target gives them."""
     tokens_BT, num_tokens_B = cases.pad_prompts([*map(list, rows)])
-    if features_BTD is None:
-        run = jax.jit(lambda params, *rest: run_model(params, model.config, *rest).hidden)
-        features_BTD = run(model.params, tokens_BT, None, num_tokens_B)
+    features_BTD = _hidden(model.params, model.config, tokens_BT, num_tokens_B)
     before_BTD = jnp.pad(features_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     return UnreadTokens(jnp.asarray(tokens_BT), before_BTD, jnp.asarray(num_tokens_B))
 
 
-def draft(model: xj.Model, unread: UnreadTokens, tokens: int = DRAFTS) -> Drafts:
-    """Returns the greedy drafts after these tokens."""
+@jax.jit
+def _hidden(params: Any, config: Any, tokens_BT: Any, num_tokens_B: Any) -> jax.Array:
+    return run_model(params, config, tokens_BT, num_tokens_B=num_tokens_B).hidden
+
+
+def draft(
+    model: xj.Model,
+    unread: UnreadTokens,
+    tokens: int = DRAFTS,
+    mesh: Any = None,
+    read_before: UnreadTokens | None = None,
+) -> Drafts:
+    """Returns the greedy drafts after these tokens, over a mesh without their logits. read_before: tokens
+    before them that the head reads.
+    """
     head = Mtp.of_model(model.config)
-    cache = xj.init_cache(head.config, len(unread.tokens_BT), 32)
-
-    @jax.jit
-    def drafts(params: Any, unread: UnreadTokens, cache: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own = HeadParams(params["draft_head"], params)
-        call = DraftCall(unread, cache, None, jnp.zeros((len(unread.tokens_BT),)), _greedy, RunConfig())
-        (drafted_BT, _) = head.draft(own, call, tokens)
-        logits = []
-        length_B = unread.num_tokens_B
-        for _ in range(tokens):  # step by step, for the logits
-            states_BTD, cache = head.run(own, unread, call)
-            last_BD = states_BTD[jnp.arange(len(length_B)), unread.num_tokens_B - 1]
-            logits.append(head.logits(own, last_BD))
-            call = call._replace(cache=cache)
-            unread = UnreadTokens(_best(logits[-1])[:, None], last_BD[:, None], jnp.ones_like(length_B))
-        return drafted_BT, jnp.stack(logits, 1), cache.length_B
-
-    drafted_BT, logits_BTV, length_B = drafts(model.params, unread, cache)
-    np.testing.assert_array_equal(drafted_BT, _best(logits_BTV))
-    np.testing.assert_array_equal(length_B, unread.num_tokens_B + tokens - 1)
-    return Drafts(np.asarray(drafted_BT), np.asarray(logits_BTV))
+    cache = xj.init_cache(head.config, len(unread.tokens_BT), 32, mesh=mesh)
+    if read_before is not None:
+        own = HeadParams(model.params["draft_head"], model.params)
+        cache = jax.jit(head.read, static_argnums=3)(own, read_before, cache, RunConfig())
+    before_B = np.asarray(cache.length_B)
+    seen: list[np.ndarray] = []
+    LOGITS[:] = [seen]
+    sample = _greedy if mesh is None else _best
+    drafted_BT, length_B = _draft(head, tokens, sample, model.params, unread, cache)
+    np.testing.assert_array_equal(length_B, before_B + unread.num_tokens_B)
+    if mesh is not None:
+        return Drafts(np.asarray(drafted_BT), np.zeros(0))
+    jax.effects_barrier()
+    assert len(seen) == tokens
+    logits_BTV = np.stack(seen, 1)
+    np.testing.assert_array_equal(drafted_BT, logits_BTV.argmax(-1))
+    return Drafts(np.asarray(drafted_BT), logits_BTV)
 
 
-def _best(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, -1).astype(jnp.int32)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _draft(
+    head: Mtp, tokens: int, sample: Any, params: Any, unread: UnreadTokens, cache: Any
+) -> tuple[jax.Array, jax.Array]:
+    own = HeadParams(params["draft_head"], params)
+    call = DraftCall(unread, cache, None, (), sample, RunConfig())  # type: ignore[arg-type]
+    drafted_BT, cache = head.draft(own, call, tokens)
+    return drafted_BT, cache.length_B
 
 
 def _greedy(logits_BV: jax.Array, context: Any) -> tuple[jax.Array, Any]:
-    return _best(logits_BV), context
+    """Chooses the best token, and gives the logits to the host."""
+    jax.debug.callback(lambda x_BV: LOGITS[0].append(np.array(x_BV)), logits_BV, ordered=True)
+    return _best(logits_BV, context)
+
+
+def _best(logits_BV: jax.Array, context: Any) -> tuple[jax.Array, Any]:
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32), context
