@@ -10,6 +10,7 @@ Reading order:
   `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`,
   `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`, `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`,
   `minicpm3`.
+- `draft_heads` has the names of heads for multi-token prediction in the files of models, and their settings.
 - `naming` makes the names of all tensors from a family's table.
 - `wrappers` finds the text model within a model that also reads images.
 - `reading` is `from_hf`, and `writing` is its inverse `to_hf`.

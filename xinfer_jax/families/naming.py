@@ -9,8 +9,9 @@ import jax
 
 from ..config.model_config import ModelConfig, check_config
 from ..plugins import load
+from ..registry import plugin
 from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
-from .family import Joined, Names
+from .family import Family, Joined, Names
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 # Names of leaves in the files, of families that have no others; those of a layer are within it. Mixers and
@@ -103,18 +104,33 @@ def file_specs(config: ModelConfig) -> Params:
     check_config(config)
     family = load("family", config.model_type)
     names = Names(NAMES | family.names.leaves, family.names.joined)
-    return specs_by_names(config, names, family.mixer_names)
+    tree = specs_by_names(config, names, family.mixer_names)
+    if config.draft_head is not None:
+        tree["draft_head"] = _draft_head_specs(config, names, family)
+    return tree
+
+
+def _draft_head_specs(config: ModelConfig, names: Names, family: Family) -> Params:
+    """Returns the specs of the draft head in the files of a model. names: the names of a layer."""
+    spec: Any = config.draft_head
+    own = plugin("draft head", spec.kind).of_model(config).config
+    tree = param_specs(config)["draft_head"]
+    (layer,) = tree.pop("layers")
+    head = family.draft_head
+    (prefix, of_layer) = (x.format(config.num_hidden_layers) for x in (head.prefix, head.layer_prefix))
+    named_layer = _named_layer(layer, own, 0, names, family.mixer_names, of_layer)
+    return _named(tree, head.leaves, prefix, [], own) | {"layers": (named_layer,)}
 
 
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: see `Family`. prefix: the prefix of a layer's
-    tensors.
+    """Returns `file_specs` by other names, without a draft head. mixer_names: see `Family`. prefix: the
+    prefix of a layer's tensors.
     """
     tree = param_specs(config)
     layers = tuple(
-        _named(layer, *_layer_names(config, i, names, mixer_names, f"{prefix}.{i}."), config)
+        _named_layer(layer, config, i, names, mixer_names, f"{prefix}.{i}.")
         for i, layer in enumerate(tree["layers"])
     )
     return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
@@ -134,20 +150,24 @@ def draft_specs(tree: Params, config: ModelConfig, names: Names, prefix: str) ->
         lambda path, spec: dataclasses.replace(spec, name=leaf_name(path)), tree
     )
     layers = tuple(
-        _named(layer, *_layer_names(config, i, names, {}, prefix.format(i)), config)
-        for i, layer in enumerate(tree["layers"])
+        _named_layer(layer, config, i, names, {}, prefix.format(i)) for i, layer in enumerate(tree["layers"])
     )
     return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
 
 
 def _outside_layers(tree: Params) -> Params:
-    return {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
+    return {leaf: spec for leaf, spec in tree.items() if leaf not in ("layers", "draft_head")}
 
 
-def _layer_names(
-    config: ModelConfig, index: int, names: Names, mixer_names: Mapping[str, Names], prefix: str
-) -> tuple[dict[str, str], str, list[tuple[Joined, Any]]]:
-    """Returns the names of a layer's leaves, their prefix, and its joined tensors, as `_named` takes them."""
+def _named_layer(
+    layer: Params,
+    config: ModelConfig,
+    index: int,
+    names: Names,
+    mixer_names: Mapping[str, Names],
+    prefix: str,
+) -> Params:
+    """Returns the specs of a layer with their places in the files."""
     mixers = config.mixers(index)
     leaves: dict[str, str] = {}
     parts: list[Any] = [*mixers, config.feed_forward(index)]
@@ -159,7 +179,7 @@ def _layer_names(
         own = mixer_names.get(mixer.spec.kind, Names())
         leaves |= own.leaves
         joined += [(tensor, mixer.spec) for tensor in own.joined]
-    return leaves, prefix, joined
+    return _named(layer, leaves, prefix, joined, config)
 
 
 def _named(

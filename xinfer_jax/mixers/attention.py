@@ -66,7 +66,7 @@ def attention(
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
         kv: a layer cache with keys, values and their window. `uncached_kv` makes one of arrays.
-        visible: the keys that the queries see. `first_BT` is in plain jnp only, without `start_B`.
+        visible: the keys that the queries see. `first_BT` is in plain jnp only.
         scoring: static.
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
         ahead: without `start_B`: the number of keys after its own position that a query sees too. The window
