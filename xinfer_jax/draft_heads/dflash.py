@@ -258,8 +258,7 @@ def _block_layer(
     start_B = slot_BT[:, -1] if head.sees_later(kind) else slot_BT[:, 0]
     visible = VisibleKeys(start_B, positions.start_B, first_BT, block)
     context = dataclasses.replace(kv, window=None)
-    no_kernel = dataclasses.replace(run_config, impl=None)  # of attention that has `first_BT`
-    out_BTNH = attention(q_BTNH, context, visible, **mixer.scoring(layer), run_config=no_kernel)
+    out_BTNH = attention(q_BTNH, context, visible, **mixer.scoring(layer), run_config=run_config)
     out_BTI = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
     x_BTD = linear(out_BTI, layer["o"], residual=x_BTD, run_config=run_config)
     before = norm_before(layer, "mlp_norm", config)

@@ -169,6 +169,13 @@ class ChainHead(DraftHead):
         return draft_BT, cache if cache is None else truncate(cache, length_B)
 
 
+def head_run_config(run_config: RunConfig) -> RunConfig:
+    """Returns the settings of a program for a head. No kernel has the attention of a head, in which no token
+    sees slot 0, so a named kernel is left to the target.
+    """
+    return run_config if run_config.impl == "xla" else dataclasses.replace(run_config, impl=None)
+
+
 def run_head_layers(
     config: ModelConfig,
     layers: Any,

@@ -10,7 +10,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..draft_heads.draft import Draft, bind_draft
-from ..draft_heads.draft_head import DraftHead, HeadParams, UnreadTokens
+from ..draft_heads.draft_head import DraftHead, HeadParams, UnreadTokens, head_run_config
 from ..errors import InputError
 from ..model.decoder import Inputs, apply_model, head_logits
 from ..ops.operation import over_any_mesh
@@ -100,7 +100,7 @@ def read_chunk(
             :, :-1
         ]
         unread = UnreadTokens(inputs.tokens_BT, shifted_BTX, inputs.num_tokens_B)
-        head_cache = head.read(HeadParams(own, params), unread, head_cache, run_config)
+        head_cache = head.read(HeadParams(own, params), unread, head_cache, head_run_config(run_config))
     return ReadChunk(out.hidden, features_BTX, out.cache, head_cache)
 
 

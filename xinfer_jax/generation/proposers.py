@@ -16,7 +16,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache
 from ..cache.truncation import truncate
 from ..config.model_config import ModelConfig
-from ..draft_heads.draft_head import DraftCall, DraftHead, HeadParams, UnreadTokens
+from ..draft_heads.draft_head import DraftCall, DraftHead, HeadParams, UnreadTokens, head_run_config
 from ..errors import InputError, format_value
 from ..model.decoder import Inputs
 from ..model.extras import Extras
@@ -121,7 +121,7 @@ class HeadProposer(Proposer):
 
     def propose(self, executor, params, state, caches, count):
         head_cache, target_cache = caches
-        run_config = executor.run_config
+        run_config = head_run_config(executor.run_config)
         features_BTX, count_B = state.unread
         first_B = state.position_B - count_B
         index_BT = first_B[:, None] + jnp.arange(features_BTX.shape[1])
