@@ -41,6 +41,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
+    ("draft head", "eagle3"): ("draft_heads.eagle3", "Eagle3"),
+    ("draft head", "gemma4_assistant"): ("draft_heads.gemma4_assistant", "Gemma4Assistant"),
     ("draft head", "mtp"): ("draft_heads.mtp", "Mtp"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),

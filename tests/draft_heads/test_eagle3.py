@@ -1,0 +1,218 @@
+"""EAGLE-3 heads against NumPy of the published source (vLLM's and SGLang's llama_eagle3.py), whose slots have
+the token after the one of their features.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.cache.kv_cache import KVCache
+from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
+from xinfer_jax.config.run_config import DEFAULT
+from xinfer_jax.draft_heads.draft_head import DraftCall, HeadParams, UnreadTokens
+from xinfer_jax.draft_heads.draft_vocabulary import NEVER
+from xinfer_jax.draft_heads.eagle3 import Eagle3
+from xinfer_jax.families.reading import from_hf
+
+V, C, D, D_TARGET, STEPS = 72, 40, 32, 40, 3
+LENGTHS = (70, 9)  # tokens of two rows, the first of which crosses a page
+TARGET = from_hf(
+    dict(
+        model_type="qwen3", vocab_size=V, hidden_size=D_TARGET, intermediate_size=48, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=1e4,
+    )
+)  # fmt: skip
+LAYER = dict(
+    model_type="llama", vocab_size=V, hidden_size=D, intermediate_size=48, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=256,
+    rms_norm_eps=1e-5, tie_word_embeddings=False, rope_theta=1e3,
+)  # fmt: skip
+OWN = dict(target_hidden_size=D_TARGET, draft_vocab_size=C, has_offsets=True, has_embedding=True)
+SHARED = dict(target_hidden_size=D_TARGET)
+HEADS = {
+    "llama": Eagle3(from_hf(LAYER), **OWN),
+    "speculators": Eagle3(from_hf(LAYER), **OWN, norm_before_residual=True, feature_norm="joint"),
+    "qk-norms-recycled-norm": Eagle3(
+        from_hf(LAYER | dict(model_type="qwen3")), **OWN, feature_norm="each", recycles_norm=True
+    ),
+    "two-layers-matrices-of-target": Eagle3(
+        from_hf(LAYER | dict(num_hidden_layers=2, hidden_size=D_TARGET)), **SHARED
+    ),
+}
+
+
+def random_params(specs, seed=0):
+    draws = np.random.RandomState(seed)
+
+    def leaf(path, spec):
+        if spec.dtype == "int32":
+            ids = np.sort(draws.permutation(V)[: len(np.empty(spec.shape))])
+            return (ids - np.arange(len(ids))).astype(np.int32)
+        noise = draws.standard_normal(spec.shape)
+        if len(spec.shape) == 1:
+            return (1 + 0.3 * noise).astype(np.float32)
+        return (1.5 * noise / np.sqrt(spec.shape[-1])).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, specs, is_leaf=lambda x: hasattr(x, "axes"))
+
+
+def case(name):
+    """The head for the target, the parameters of both, tokens of each row and the three layers' outputs."""
+    head = HEADS[name].bound(TARGET)
+    draws = np.random.RandomState(1)
+    matrices = {
+        name: dict(weight=draws.standard_normal((V, D_TARGET)).astype(np.float32) / 6)
+        for name in ("embed", "lm_head")
+    }
+    params = HeadParams(
+        random_params(head.param_specs()), matrices | dict(final_norm=np.ones(D_TARGET, "f4"))
+    )
+    tokens = [draws.randint(0, V, n) for n in LENGTHS]
+    reads = [3 * draws.standard_normal((3, n, D_TARGET)).astype(np.float32) for n in LENGTHS]
+    return head, params, tokens, reads
+
+
+# The reference.
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotate(x_SNH, theta):
+    half = x_SNH.shape[-1] // 2
+    angles = np.arange(len(x_SNH))[:, None, None] * theta ** (-np.arange(half) / half)
+    a, b = x_SNH[..., :half], x_SNH[..., half:]
+    return np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+    )
+
+
+def layer_output(layer, x_SI, residual, config):
+    """The layer's output. x_SI: the input of its attention, after the norms."""
+    S, H = len(x_SI), config.head_dim
+    q, k, v = ((x_SI @ layer[name]["weight"].T).reshape(S, -1, H) for name in "qkv")
+    if "q_norm" in layer:
+        q, k = rms(q, layer["q_norm"], config.rms_norm_eps), rms(k, layer["k_norm"], config.rms_norm_eps)
+    q, k = rotate(q, config.rope.rope_theta), rotate(k, config.rope.rope_theta)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
+    scores = np.where(np.tril(np.ones((S, S), bool)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    x = residual + np.einsum("nts,snh->tnh", weights, v).reshape(S, -1) @ layer["o"]["weight"].T
+    y = rms(x, layer["mlp_norm"], config.rms_norm_eps)
+    gate, up = (y @ layer[name]["weight"].T for name in ("gate", "up"))
+    return x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]["weight"].T
+
+
+def reference(head, params, tokens, reads):
+    """The logits of STEPS drafts after one row, [STEPS, V], NaN outside of the draft vocabulary."""
+    own, target = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    eps = head.config.rms_norm_eps
+    if head.feature_norm == "each":
+        reads = [rms(x, weight, eps) for x, weight in zip(reads, own["feature_norms"], strict=True)]
+    joined = np.concatenate([*reads], -1)
+    joined = rms(joined, own["feature_norm"], eps) if head.feature_norm == "joint" else joined
+    features = [*(joined @ own["fc"]["weight"].T)[:-1]]  # of each token but the last
+    tokens = [*tokens[1:]]  # in the slot of the features before it
+    table = (own if head.has_embedding else target)["embed"]["weight"]
+    matrix = (own if head.draft_vocab_size else target)["lm_head"]["weight"]
+    ids = np.arange(len(matrix)) + (own["d2t"].astype(int) if head.has_offsets else 0)
+    logits = np.full((STEPS, V), np.nan)
+    for step in range(STEPS):
+        first, *rest = own["layers"]
+        h = np.stack(features)
+        e, g = rms(table[np.array(tokens)], first["attn_norm"], eps), rms(h, first["hidden_norm"], eps)
+        residual = g if head.norm_before_residual else h
+        x = layer_output(first, np.concatenate([e, g], -1), residual, head.config)
+        for layer in rest:
+            x = layer_output(layer, rms(x, layer["attn_norm"], eps), x, head.config)
+        normed = rms(x[-1], own["final_norm"], eps)
+        logits[step, ids] = matrix @ normed
+        tokens.append(int(np.nanargmax(logits[step])))
+        features.append(normed if head.recycles_norm else x[-1])
+    return logits
+
+
+# The head.
+
+
+def empty_caches(config):
+    """A contiguous cache, and one with pages."""
+    tables = jnp.array([[5, 2], [3, 0]])
+    pools = empty_pools(config, 6, "float32")
+    layers = tuple(Paged(k, v, None, 2 * PAGE_SIZE, tables) for k, v in pools)
+    paged = KVCache(layers, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool), None)
+    return xj.init_cache(config, 2, 2 * PAGE_SIZE, "float32"), paged
+
+
+def unread_tokens(head, params, tokens, reads, start, end):
+    """Tokens start … end - 1 of each row, where it has them, with the features of the token before each."""
+    padded = np.zeros((2, 3, max(LENGTHS), D_TARGET), np.float32)
+    token_BT = np.zeros((2, max(LENGTHS)), np.int32)
+    for b, (ids, outputs) in enumerate(zip(tokens, reads, strict=True)):
+        padded[b, :, : len(ids)] = outputs
+        token_BT[b, : len(ids)] = ids
+    features_BTX = head.features(params, None, tuple(padded[:, i] for i in range(3)))
+    features_BTX = jnp.pad(features_BTX, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    num_tokens_B = np.clip(np.array(LENGTHS) - start, 0, end - start)
+    return UnreadTokens(token_BT[:, start:end], features_BTX[:, start:end], num_tokens_B)
+
+
+def argmax(logits_BV, context):
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32), context
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(head, params, unread, cache):
+    """The logits [B, V] after these tokens, the states of which they are, and the cache with the tokens."""
+    states_BTX, cache = head.run(params, unread, DraftCall(unread, cache, None, 0, argmax, DEFAULT))
+    states_BX = states_BTX[jnp.arange(2), unread.num_tokens_B - 1]
+    return head.logits(params, states_BX), states_BX, cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draft(head, params, unread, cache):
+    return head.draft(params, DraftCall(unread, cache, None, 0, argmax, DEFAULT), STEPS)
+
+
+def chained(head, params, unread, cache):
+    """The logits [B, STEPS, V] of drafts, step by step."""
+    steps = []
+    for _ in range(STEPS):
+        logits_BV, states_BX, cache = step(head, params, unread, cache)
+        steps.append(logits_BV)
+        next_BT = argmax(logits_BV, None)[0][:, None]
+        unread = UnreadTokens(next_BT, states_BX[:, None], np.ones(2, np.int32))
+    return np.stack(steps, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "speculators",
+        *(pytest.param(name, marks=pytest.mark.full) for name in sorted(HEADS.keys() - {"speculators"})),
+    ],
+)
+def test_drafts_are_those_of_the_published_source(name):
+    head, params, tokens, reads = case(name)
+    expected = [reference(head, params, *row) for row in zip(tokens, reads, strict=True)]
+    for cache in empty_caches(head.config):
+        # A chunk that is as wide as the rest, so that both are one program.
+        chunk, unread = (unread_tokens(head, params, tokens, reads, start, start + 63) for start in (0, 7))
+        _, _, cache = step(head, params, chunk._replace(num_tokens_B=np.full(2, 7, np.int32)), cache)
+        token_BT, after = draft(head, params, unread, cache)
+        np.testing.assert_array_equal(after.length_B, LENGTHS)
+        logits_BTV = chained(head, params, unread, cache)
+        for logits_TV, token_T, expected_TV in zip(logits_BTV, token_BT, expected, strict=True):
+            known = ~np.isnan(expected_TV)
+            assert 1 < np.nanmax(np.abs(expected_TV)) < 30
+            np.testing.assert_allclose(logits_TV[known], expected_TV[known], atol=1e-4)
+            assert (logits_TV[~known] == np.float32(NEVER)).all()
+            np.testing.assert_array_equal(token_T, np.nanargmax(expected_TV, -1))
