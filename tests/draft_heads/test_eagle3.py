@@ -32,7 +32,7 @@ LAYER = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=256,
     rms_norm_eps=1e-5, tie_word_embeddings=False, rope_theta=1e3,
 )  # fmt: skip
-OWN = dict(target_hidden_size=D_TARGET, draft_vocab_size=C, has_offsets=True, has_embedding=True)
+OWN = dict(target_hidden_size=D_TARGET, draft_vocab_size=C, has_offsets=True, has_embed=True)
 SHARED = dict(target_hidden_size=D_TARGET)
 HEADS = {
     "llama": Eagle3(from_hf(LAYER), **OWN),
@@ -121,7 +121,7 @@ def reference(head, params, tokens, reads):
     joined = rms(joined, own["feature_norm"], eps) if head.feature_norm == "joint" else joined
     features = [*(joined @ own["fc"]["weight"].T)[:-1]]  # of each token but the last
     tokens = [*tokens[1:]]  # in the slot of the features before it
-    table = (own if head.has_embedding else target)["embed"]["weight"]
+    table = (own if head.has_embed else target)["embed"]["weight"]
     matrix = (own if head.draft_vocab_size else target)["lm_head"]["weight"]
     ids = np.arange(len(matrix)) + (own["d2t"].astype(int) if head.has_offsets else 0)
     logits = np.full((STEPS, V), np.nan)

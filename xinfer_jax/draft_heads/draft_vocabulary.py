@@ -1,4 +1,4 @@
-"""The vocabulary of a head that drafts only some tokens of its target: id i of the head is id i + d2t[i] of
+"""The vocabulary of a head that drafts only some tokens of its target's: id i of the head is id i + d2t[i] of
 the target.
 """
 
@@ -12,7 +12,7 @@ NEVER = -1e30  # the logit of a token that the head does not know; finite, as ma
 
 def d2t_spec(draft_vocab_size: int) -> ParamSpec:
     """Returns the spec of the leaf `d2t`: what is added to each id of the head."""
-    return ParamSpec((draft_vocab_size,), (None,), init=0.0, dtype="int32")
+    return ParamSpec((draft_vocab_size,), (None,), 0.0, dtype="int32")
 
 
 def target_logits(logits: jax.Array, d2t: jax.Array | None, vocab_size: int) -> jax.Array:

@@ -37,7 +37,7 @@ class Eagle3(ChainHead):
             second layer, the layer before the middle, and the fourth from the end.
         draft_vocab_size: the tokens that it can draft. None: all tokens, by the output matrix of the target.
         has_offsets: True if the parameters have the ids of draft tokens in the target, "d2t".
-        has_embedding: True if it has its own embedding matrix. Otherwise it uses the target's.
+        has_embed: True if it has its own embedding matrix. Otherwise it uses the target's.
         norm_before_residual: True if the residual of the layer is g in place of the features.
         feature_norm: "each" norms the outputs of the target's layers before fc, "joint" norms all three as
             one vector. None: neither.
@@ -50,7 +50,7 @@ class Eagle3(ChainHead):
     layer_ids: tuple[int, ...] | None = None
     draft_vocab_size: int | None = None
     has_offsets: bool = False
-    has_embedding: bool = False
+    has_embed: bool = False
     norm_before_residual: bool = False
     feature_norm: str | None = None
     recycles_norm: bool = False
@@ -73,7 +73,7 @@ class Eagle3(ChainHead):
                 f"this draft head reads the output of layer {wrong[0]}, and the layers of the model are 0 to"
                 f" {last}: use the head of this model"
             )
-        if not (self.has_embedding and self.draft_vocab_size):
+        if not (self.has_embed and self.draft_vocab_size):
             check_sizes(target, hidden_size=self.config.hidden_size)
         return head
 
@@ -92,7 +92,7 @@ class Eagle3(ChainHead):
             tree["feature_norms"] = (norm_spec((self.target_hidden_size, None)),) * NUM_TAPS
         if self.feature_norm == "joint":
             tree["feature_norm"] = norm_spec(taps)
-        if self.has_embedding:
+        if self.has_embed:
             tree["embed"] = dense((config.vocab_size, "vocab"), d, init="small")
         if self.draft_vocab_size is not None:
             tree["lm_head"] = dense((self.draft_vocab_size, "vocab"), d)
@@ -142,7 +142,7 @@ class Eagle3(ChainHead):
         """Returns the embeddings of tokens, without the factor that the target may multiply them by."""
         own, target = params
         token_BT = jnp.asarray(tokens_BT)
-        if self.has_embedding:
+        if self.has_embed:
             return embed_ids(own, self.config, token_BT)
         return embed_ids(target, self.target, token_BT, scale=1.0).astype(own["final_norm"].dtype)
 

@@ -113,22 +113,53 @@ def specs_by_names(
     tensors.
     """
     tree = param_specs(config)
-    layers = []
-    for i, layer in enumerate(tree["layers"]):
-        mixers = config.mixers(i)
-        leaves: dict[str, str] = {}
-        parts: list[Any] = [*mixers, config.feed_forward(i)]
-        for part in filter(None, parts):
-            leaves |= part.names
-        leaves |= names.leaves
-        joined = [(tensor, config) for tensor in names.joined]
-        for mixer in mixers:
-            own = mixer_names.get(mixer.spec.kind, Names())
-            leaves |= own.leaves
-            joined += [(tensor, mixer.spec) for tensor in own.joined]
-        layers.append(_named(layer, leaves, f"{prefix}.{i}.", joined, config))
-    rest = {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
-    return _named(rest, names.leaves, "", [], config) | {"layers": tuple(layers)}
+    layers = tuple(
+        _named(layer, *_layer_names(config, i, names, mixer_names, f"{prefix}.{i}."), config)
+        for i, layer in enumerate(tree["layers"])
+    )
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def draft_specs(tree: Params, config: ModelConfig, names: Names, prefix: str) -> Params:
+    """Returns the parameter tree of a draft head with a `FileSpec` at every leaf.
+
+    Args:
+        tree: `DraftHead.param_specs` of the head.
+        config: the numbers of its own layers.
+        names: the names that differ from `NAMES`.
+        prefix: the prefix of a layer's tensors, with "{}" in the place of its number.
+    """
+    names = Names(NAMES | names.leaves, names.joined)
+    tree = jax.tree_util.tree_map_with_path(
+        lambda path, spec: dataclasses.replace(spec, name=leaf_name(path)), tree
+    )
+    layers = tuple(
+        _named(layer, *_layer_names(config, i, names, {}, prefix.format(i)), config)
+        for i, layer in enumerate(tree["layers"])
+    )
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def _outside_layers(tree: Params) -> Params:
+    return {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
+
+
+def _layer_names(
+    config: ModelConfig, index: int, names: Names, mixer_names: Mapping[str, Names], prefix: str
+) -> tuple[dict[str, str], str, list[tuple[Joined, Any]]]:
+    """Returns the names of a layer's leaves, their prefix, and its joined tensors, as `_named` takes them."""
+    mixers = config.mixers(index)
+    leaves: dict[str, str] = {}
+    parts: list[Any] = [*mixers, config.feed_forward(index)]
+    for part in filter(None, parts):
+        leaves |= part.names
+    leaves |= names.leaves
+    joined = [(tensor, config) for tensor in names.joined]
+    for mixer in mixers:
+        own = mixer_names.get(mixer.spec.kind, Names())
+        leaves |= own.leaves
+        joined += [(tensor, mixer.spec) for tensor in own.joined]
+    return leaves, prefix, joined
 
 
 def _named(
