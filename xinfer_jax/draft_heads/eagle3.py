@@ -24,7 +24,7 @@ from ..weights.params import Params
 from .draft_head import ChainHead, check_sizes, head_positions
 from .draft_vocabulary import d2t_spec, target_logits
 
-NUM_TAPS = 3
+NUM_TAPS = 3  # unless its files say otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Eagle3(ChainHead):
 
     Attributes:
         target_hidden_size: the width of the target's hidden states.
-        layer_ids: the layers of the target, from 0, whose outputs it gets. -1 is the embeddings. None: the
-            second layer, the layer before the middle, and the fourth from the end.
+        layer_ids: the layers of the target, from 0, whose outputs it gets. -1 is the embeddings. None: three
+            layers: the second one, the one before the middle, and the fourth from the end.
         draft_vocab_size: the tokens that it can draft. None: all tokens, by the output matrix of the target.
         has_offsets: True if the parameters have the ids of draft tokens in the target, "d2t".
         has_embed: True if it has its own embedding matrix. Otherwise it uses the target's.
@@ -61,6 +61,11 @@ class Eagle3(ChainHead):
         return self.layer_ids or (1, layers // 2 - 1, layers - 4)
 
     @property
+    def num_taps(self) -> int:
+        """The number of layers of the target that it gets."""
+        return len(self.layer_ids or range(NUM_TAPS))
+
+    @property
     def feature_size(self) -> int:
         return self.config.hidden_size
 
@@ -80,7 +85,7 @@ class Eagle3(ChainHead):
     def param_specs(self) -> Params:
         config = self.config
         d = (config.hidden_size, "embed")
-        taps = (NUM_TAPS * self.target_hidden_size, None)
+        taps = (self.num_taps * self.target_hidden_size, None)
         first: Params = layer_specs(config, 0) | dict(hidden_norm=norm_spec(d))
         for name in "qkv":
             outputs = first[name]["weight"]
@@ -89,7 +94,7 @@ class Eagle3(ChainHead):
         rest = (layer_specs(config, i) for i in range(1, config.num_hidden_layers))
         tree: Params = dict(fc=dense(d, taps), layers=(first, *rest), final_norm=norm_spec(d))
         if self.feature_norm == "each":
-            tree["feature_norms"] = (norm_spec((self.target_hidden_size, None)),) * NUM_TAPS
+            tree["feature_norms"] = (norm_spec((self.target_hidden_size, None)),) * self.num_taps
         if self.feature_norm == "joint":
             tree["feature_norm"] = norm_spec(taps)
         if self.has_embed:
