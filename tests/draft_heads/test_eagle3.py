@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle3_cases import D_TARGET, HEADS, TARGET, V, random_params
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import KVCache
@@ -15,50 +16,9 @@ from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.config.run_config import DEFAULT
 from xinfer_jax.draft_heads.draft_head import DraftCall, HeadParams, UnreadTokens
 from xinfer_jax.draft_heads.draft_vocabulary import NEVER
-from xinfer_jax.draft_heads.eagle3 import Eagle3
-from xinfer_jax.families.reading import from_hf
 
-V, C, D, D_TARGET, STEPS = 72, 40, 32, 40, 3
+STEPS = 3
 LENGTHS = (70, 9)  # tokens of two rows, the first of which crosses a page
-TARGET = from_hf(
-    dict(
-        model_type="qwen3", vocab_size=V, hidden_size=D_TARGET, intermediate_size=48, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=1e4,
-    )
-)  # fmt: skip
-LAYER = dict(
-    model_type="llama", vocab_size=V, hidden_size=D, intermediate_size=48, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=256,
-    rms_norm_eps=1e-5, tie_word_embeddings=False, rope_theta=1e3,
-)  # fmt: skip
-OWN = dict(target_hidden_size=D_TARGET, draft_vocab_size=C, has_offsets=True, has_embed=True)
-SHARED = dict(target_hidden_size=D_TARGET)
-HEADS = {
-    "llama": Eagle3(from_hf(LAYER), **OWN),
-    "speculators": Eagle3(from_hf(LAYER), **OWN, norm_before_residual=True, feature_norm="joint"),
-    "qk-norms-recycled-norm": Eagle3(
-        from_hf(LAYER | dict(model_type="qwen3")), **OWN, feature_norm="each", recycles_norm=True
-    ),
-    "two-layers-matrices-of-target": Eagle3(
-        from_hf(LAYER | dict(num_hidden_layers=2, hidden_size=D_TARGET)), **SHARED
-    ),
-}
-
-
-def random_params(specs, seed=0):
-    draws = np.random.RandomState(seed)
-
-    def leaf(path, spec):
-        if spec.dtype == "int32":
-            ids = np.sort(draws.permutation(V)[: len(np.empty(spec.shape))])
-            return (ids - np.arange(len(ids))).astype(np.int32)
-        noise = draws.standard_normal(spec.shape)
-        if len(spec.shape) == 1:
-            return (1 + 0.3 * noise).astype(np.float32)
-        return (1.5 * noise / np.sqrt(spec.shape[-1])).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, specs, is_leaf=lambda x: hasattr(x, "axes"))
 
 
 def case(name):
@@ -194,25 +154,29 @@ def chained(head, params, unread, cache):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "paged"),
     [
-        "speculators",
-        *(pytest.param(name, marks=pytest.mark.full) for name in sorted(HEADS.keys() - {"speculators"})),
+        ("speculators", False),
+        *(
+            pytest.param(name, name == "llama", marks=pytest.mark.full)
+            for name in HEADS
+            if name != "speculators"
+        ),
     ],
 )
-def test_drafts_are_those_of_the_published_source(name):
+def test_drafts_are_those_of_the_published_source(name, paged):
     head, params, tokens, reads = case(name)
-    expected = [reference(head, params, *row) for row in zip(tokens, reads, strict=True)]
-    for cache in empty_caches(head.config):
-        # A chunk that is as wide as the rest, so that both are one program.
-        chunk, unread = (unread_tokens(head, params, tokens, reads, start, start + 63) for start in (0, 7))
-        _, _, cache = step(head, params, chunk._replace(num_tokens_B=np.full(2, 7, np.int32)), cache)
-        token_BT, after = draft(head, params, unread, cache)
-        np.testing.assert_array_equal(after.length_B, LENGTHS)
-        logits_BTV = chained(head, params, unread, cache)
-        for logits_TV, token_T, expected_TV in zip(logits_BTV, token_BT, expected, strict=True):
-            known = ~np.isnan(expected_TV)
-            assert 1 < np.nanmax(np.abs(expected_TV)) < 30
-            np.testing.assert_allclose(logits_TV[known], expected_TV[known], atol=1e-4)
-            assert (logits_TV[~known] == np.float32(NEVER)).all()
-            np.testing.assert_array_equal(token_T, np.nanargmax(expected_TV, -1))
+    cache = empty_caches(head.config)[paged]
+    # A chunk that is as wide as the rest, so that both are one program.
+    chunk, unread = (unread_tokens(head, params, tokens, reads, start, start + 63) for start in (0, 7))
+    _, _, cache = step(head, params, chunk._replace(num_tokens_B=np.full(2, 7, np.int32)), cache)
+    token_BT, after = draft(head, params, unread, cache)
+    np.testing.assert_array_equal(after.length_B, LENGTHS)
+    logits_BTV = chained(head, params, unread, cache)
+    for b, row in enumerate(zip(tokens, reads, strict=True)):
+        expected_TV = reference(head, params, *row)
+        known = ~np.isnan(expected_TV)
+        assert 1 < np.nanmax(np.abs(expected_TV)) < 30
+        np.testing.assert_allclose(logits_BTV[b][known], expected_TV[known], atol=1e-4)
+        assert (logits_BTV[b][~known] == np.float32(NEVER)).all()
+        np.testing.assert_array_equal(token_BT[b], np.nanargmax(expected_TV, -1))

@@ -2,6 +2,8 @@
 rejected draft tokens.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from xinfer_jax.config.run_config import DEFAULT
 from xinfer_jax.draft_heads.draft import bind_draft
 from xinfer_jax.draft_heads.draft_head import DraftCall, HeadParams, UnreadTokens
 from xinfer_jax.draft_heads.draft_vocabulary import NEVER
+from xinfer_jax.errors import InputError
 from xinfer_jax.families.gemma4_assistant_files import ASSISTANT_FILES
 
 try:
@@ -36,22 +39,34 @@ def settings(name):
     case = cases.CASES[name.removesuffix("-ordered")]
     unified = "unified_" if "unified" in name else ""
     kept = (
-        "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim",
-        "sliding_window", "max_position_embeddings", "rms_norm_eps",
-    )  # fmt: skip
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "global_head_dim",
+        "sliding_window",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
     text = {key: case.hf[key] for key in kept} | SMALL
     text |= dict(
-        model_type=f"gemma4_{unified}text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
-        num_kv_shared_layers=3, enable_moe_block=False, use_double_wide_mlp=False,
+        model_type=f"gemma4_{unified}text",
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        num_kv_shared_layers=3,
+        enable_moe_block=False,
+        use_double_wide_mlp=False,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
-    )  # fmt: skip
+    )
     if unified:
         text = {key: x for key, x in text.items() if "per_layer" not in key and "moe" not in key}
     hf = dict(
         architectures=[f"Gemma4{'Unified' * bool(unified)}AssistantForCausalLM"],
-        model_type=f"gemma4_{unified}assistant", backbone_hidden_size=case.config.hidden_size,
-        text_config=text, tie_word_embeddings=True,
-    )  # fmt: skip
+        model_type=f"gemma4_{unified}assistant",
+        backbone_hidden_size=case.config.hidden_size,
+        text_config=text,
+        tie_word_embeddings=True,
+    )
     return case, hf | KINDS[name]
 
 
@@ -122,9 +137,12 @@ def transformers_drafts(assistant, target, prompt, token, steps):
         for _ in range(steps):
             joined = torch.cat([target.get_input_embeddings()(token), hidden], -1)
             step = assistant(
-                inputs_embeds=joined, position_ids=torch.tensor([[len(prompt)]]), use_cache=False,
-                attention_mask=torch.ones(1, len(prompt) + 1), shared_kv_states=out.shared_kv_states,
-            )  # fmt: skip
+                inputs_embeds=joined,
+                position_ids=torch.tensor([[len(prompt)]]),
+                use_cache=False,
+                attention_mask=torch.ones(1, len(prompt) + 1),
+                shared_kv_states=out.shared_kv_states,
+            )
             hidden, token = step.last_hidden_state, step.logits.argmax(-1)
             logits.append(step.logits[0, 0].numpy())
             tokens.append(int(token))
@@ -160,3 +178,69 @@ def test_drafts_are_those_of_transformers(name, tmp_path):
             if head.num_centroids:
                 assert known_V.sum() == len(known_V) // 4
                 assert (expected_V[~known_V] < expected_V[known_V].min()).all()
+
+
+def test_only_certain_keys_are_seen():
+    """Slots after a row's length have keys of rejected draft tokens. A row may have no tokens yet."""
+    case, hf = settings("gemma4-shared-kv-ordered")
+    embed = dict(weight=np.random.RandomState(1).standard_normal((case.config.vocab_size, 48)).astype("f4"))
+    target = dict(embed=embed, final_norm=np.ones(48, np.float32))
+    draft = random_draft(hf)
+    head, own = bind_draft(draft, target, case.config)
+    assert not head.has_cache and head.taps == () and head.feature_size == 48
+    length_B = np.array([LENGTHS[0], 0], np.int32)
+
+    def cache(others):
+        """A cache with random keys and values of `length_B` tokens, and others after them."""
+        draws = np.random.RandomState(2)
+        empty = xj.init_cache(case.config, 2, 32, "float32")
+        is_certain = (np.arange(32) < length_B[:, None])[:, None, :, None]
+
+        def fill(x):
+            return np.where(is_certain, draws.standard_normal(x.shape).astype(np.float32), others)
+
+        layers = tuple(dataclasses.replace(x, k=fill(x.k), v=fill(x.v)) for x in empty.layers)
+        return dataclasses.replace(empty, layers=layers, length_B=length_B)
+
+    # After a verification a row has several tokens that the head has not read. The last one counts.
+    unread = UnreadTokens(
+        np.array([[8, 0], [5, 9]]), np.full((2, 2, 48), 0.5, np.float32), np.array([1, 2], np.int32)
+    )
+
+    @jax.jit
+    def states(params, unread, target_cache):
+        return head.run(params, unread, DraftCall(unread, None, target_cache, 0, argmax, DEFAULT))[0]
+
+    params = HeadParams(own, target)
+    expected_BTX = states(params, unread, cache(0))
+    np.testing.assert_array_equal(states(params, unread, cache(np.float32("nan"))), expected_BTX)
+    other_BTX = states(params, unread._replace(tokens_BT=np.array([[8, 3], [6, 9]])), cache(0))
+    np.testing.assert_array_equal(other_BTX, expected_BTX)
+    assert head.read(params, unread, None, DEFAULT) is None
+    assert np.isfinite(expected_BTX).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_assistants_load_as_they_were(name, tmp_path):
+    draft = random_draft(settings(name)[1])
+    xj.save_draft(draft, tmp_path / "assistant")
+    again = xj.load_draft(tmp_path / "assistant")
+    assert again.head == draft.head
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, draft.params))
+
+
+def test_errors():
+    case, hf = settings("gemma4-shared-kv")
+    head = ASSISTANT_FILES.read(hf, {})
+    with pytest.raises(InputError, match="drafts for Gemma 4 only, and the model is 'qwen2': use another"):
+        head.bound(cases.CASES["qwen2-gqa-tied-old"].config)
+    wider = dataclasses.replace(head, target_hidden_size=64)
+    with pytest.raises(InputError, match="hidden_size 64, and the model has 48: use the head of this model"):
+        wider.bound(case.config)
+    text = hf["text_config"] | dict(sliding_window=4)
+    with pytest.raises(
+        InputError, match="window 4, and the model's keys have 2 heads of width 16 and window 8"
+    ):
+        ASSISTANT_FILES.read(hf | dict(text_config=text), {}).bound(case.config)
+    with pytest.raises(InputError, match="num_centroids 7 must divide vocab_size 96"):
+        ASSISTANT_FILES.read(hf | ORDERED | dict(num_centroids=7), {})

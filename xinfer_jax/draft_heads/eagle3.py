@@ -117,7 +117,8 @@ class Eagle3(ChainHead):
         return linear(joined_BTI, own["fc"])
 
     def run(self, params, unread, call):
-        own, config = params.own, self.config
+        own = params.own
+        config = self.config
         first = own["layers"][0]
         features_BTD = jnp.asarray(unread.features_BTX).astype(own["final_norm"].dtype)
         embedded_BTD = norm(self._embed(params, unread.tokens_BT), first, "attn_norm", config)
@@ -125,7 +126,8 @@ class Eagle3(ChainHead):
         joined_BTI = jnp.concatenate([embedded_BTD, normed_BTD], -1)
         residual_BTD = normed_BTD if self.norm_before_residual else features_BTD
 
-        cache, run_config = call.cache, call.run_config
+        cache = call.cache
+        run_config = call.run_config
         positions = head_positions(config, features_BTD.shape[:2], unread.num_tokens_B, cache)
         caches: tuple[Any, ...] = (None,) * config.num_hidden_layers if cache is None else cache.layers
         (attention,) = config.mixers(0)
@@ -139,7 +141,8 @@ class Eagle3(ChainHead):
             inputs = (LayerInputs(),) * (config.num_hidden_layers - 1)
             more = positions, inputs, NO_EXTRAS, caches, run_config
             out = run_layers(own["layers"][rest], all_layers(config).part(rest), x_BTD, *more)
-            x_BTD, caches = out.hidden_BTD, out.caches
+            x_BTD = out.hidden_BTD
+            caches = out.caches
         x_BTD = norm(x_BTD, own, "final_norm", config) if self.recycles_norm else x_BTD
         return x_BTD, cache and update_layers(cache, caches, unread.num_tokens_B)
 

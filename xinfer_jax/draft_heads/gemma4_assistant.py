@@ -59,14 +59,18 @@ class Gemma4Assistant(ChainHead):
 
     def _check_keys(self, layer: int, keys: Any) -> None:
         """Raises InputError unless a layer can read the keys of this mixer of the target."""
-        (queries,) = self.config.mixers(layer)
+        queries: Any = self.config.mixers(layer)[0]
         heads = self.config.num_attention_heads
         fits = keys is not None and (queries.head_dim, queries.window) == (keys.head_dim, keys.window)
         if not fits or heads % keys.num_kv_heads:
-            found = keys and f"{keys.num_kv_heads} of width {keys.head_dim} with window {keys.window}"
+            found = "layers have no keys for it"
+            if keys is not None:
+                found = (
+                    f"keys have {keys.num_kv_heads} heads of width {keys.head_dim} and window {keys.window}"
+                )
             raise InputError(
-                f"layer {layer} of this assistant has {heads} heads of width {queries.head_dim} with window"
-                f" {queries.window}, and the model's keys have {found}: use the assistant of this model"
+                f"layer {layer} of this assistant has {heads} heads of width {queries.head_dim} and window"
+                f" {queries.window}, and the model's {found}: use the assistant of this model"
             )
 
     @cached_property

@@ -113,12 +113,13 @@ def _layer_ids(hf: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def write_eagle3(head: Eagle3) -> dict[str, Any]:
     """Returns the inverse of `read_eagle3`, in the form that vLLM reads."""
+    spec: Any = head.config.mixer_specs[0]
     config = _with_biases(head.config, qkv_bias=False, o_bias=False)
     rope = dataclasses.replace(config.rope, partial_rotary_factor=1.0)
     settings = to_hf(dataclasses.replace(config, rope=rope)) | dict(
         architectures=["Eagle3LlamaForCausalLM"],
         rope_parameters=write_rope(config.rope),
-        attention_bias=head.config.mixer_specs[0].qkv_bias,
+        attention_bias=spec.qkv_bias,
         target_hidden_size=head.target_hidden_size,
         norm_before_residual=head.norm_before_residual,
         norm_before_fc=head.feature_norm == "joint",

@@ -37,7 +37,7 @@ def read_assistant(hf: Mapping[str, Any], tensors: Mapping[str, Any]) -> Gemma4A
         )
     settings = _DEFAULTS | dict(backbone_hidden_size=_BACKBONE_SIZES[model_type])
     settings |= {name: x for name, x in hf.items() if x is not None}
-    text = dict(model_type=model_type.replace("assistant", "text")) | get_object(hf, "text_config")
+    text = {"model_type": model_type.replace("assistant", "text"), **get_object(hf, "text_config")}
     # All layers use keys of the target. The reader of models demands keys for them.
     text |= dict(num_kv_shared_layers=0, architectures=None, final_logit_softcapping=None)
     config = _shared(from_hf(text), True)
