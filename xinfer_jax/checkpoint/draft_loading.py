@@ -98,8 +98,8 @@ def save_draft(
 ) -> None:
     """Writes a directory with a draft head, which `load_draft` opens.
 
-    The directory appears only when all files are written. The names of tensors and settings are those of
-    published files.
+    The directory appears only when all files are written. Tensors and settings have the names of published
+    files.
 
     Args:
         draft: the draft head, from `load_draft`.

@@ -129,7 +129,8 @@ class DFlash(DraftHead):
         return tree
 
     def features(self, params, hidden_BTD, reads):
-        joined_BTI = jnp.concatenate([read_BTD.astype(hidden_BTD.dtype) for read_BTD in reads], -1)
+        dtype = params.own["final_norm"].dtype
+        joined_BTI = jnp.concatenate([read_BTD.astype(dtype) for read_BTD in reads], -1)
         return norm(linear(joined_BTI, params.own["fc"]), params.own, "hidden_norm", self.config)
 
     def read(self, params, unread, cache, run_config):
@@ -205,7 +206,7 @@ class DFlash(DraftHead):
         return tuple(map(self.config.layers.index, self.config.layers))
 
     def _positions(self, cache: KVCache, num_tokens_B: jax.Array, tokens: int) -> Positions:
-        """Returns the slots after the cache. The rotary angles of a slot are those of the token before it."""
+        """Returns the slots after the cache. A slot is rotated by the position of the token before it."""
         slot_BT = cache.length_B[:, None] + jnp.arange(tokens)
         longest_B = jnp.zeros_like(cache.length_B) if cache.longest_B is None else cache.longest_B
         angles = rotary_angles(self.config, jnp.maximum(slot_BT - 1, 0), longest_B)
@@ -257,7 +258,8 @@ def _block_layer(
     start_B = slot_BT[:, -1] if head.sees_later(kind) else slot_BT[:, 0]
     visible = VisibleKeys(start_B, positions.start_B, first_BT, block)
     context = dataclasses.replace(kv, window=None)
-    out_BTNH = attention(q_BTNH, context, visible, **mixer.scoring(layer), run_config=run_config)
+    no_kernel = dataclasses.replace(run_config, impl=None)  # of attention that has `first_BT`
+    out_BTNH = attention(q_BTNH, context, visible, **mixer.scoring(layer), run_config=no_kernel)
     out_BTI = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
     x_BTD = linear(out_BTI, layer["o"], residual=x_BTD, run_config=run_config)
     before = norm_before(layer, "mlp_norm", config)

@@ -11,7 +11,7 @@ NEVER = -1e30  # the logit of a token that the head does not know; finite, as ma
 
 
 def d2t_spec(draft_vocab_size: int) -> ParamSpec:
-    """Returns the spec of the leaf `d2t`: what is added to each id of the head."""
+    """Returns the spec of the leaf `d2t`, the numbers that are added to the ids of the head."""
     return ParamSpec((draft_vocab_size,), (None,), 0.0, dtype="int32")
 
 

@@ -17,12 +17,11 @@ from .rope_settings import write_rope
 from .values import get_boolean, get_count, get_integer, get_number, get_object
 from .writing import to_hf
 
+_MARKOV = "markov_head.markov_"
 _NAMES = Names(
-    dict(
-        embed="embed_tokens", final_norm="norm.weight", fc="fc", hidden_norm="hidden_norm.weight",
-        markov_in="markov_head.markov_w1", markov_out="markov_head.markov_w2", d2t="d2t",
-    )
-)  # fmt: skip
+    dict(embed="embed_tokens", fc="fc", hidden_norm="hidden_norm.weight", final_norm="norm.weight", d2t="d2t")
+    | dict(markov_in=f"{_MARKOV}w1", markov_out=f"{_MARKOV}w2")
+)
 # Settings of the target that some programs copy into the config of a head, whose RoPE rotates whole heads.
 _ROPE_OF_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
@@ -41,10 +40,14 @@ def read_dflash(hf: Mapping[str, Any], tensors: Mapping[str, Any]) -> DFlash:
         raise InputError(
             f"markov_head_type {format_value(own['markov_head_type'])} is not supported: only vanilla is"
         )
+    if own.get("rope_is_neox_style") is False:
+        raise InputError("rope_is_neox_style false is not supported: use a head that rotates halves of heads")
     if own.get("fc_layernorm") or own.get("fc_norm"):
         raise InputError("fc_layernorm is not supported: use a DFlash head without norms before fc")
     rank = get_count(own, "markov_rank") if own.get("markov_rank") is not None else 0
     d2t = tensors.get("d2t")
+    if d2t is not None and "lm_head.weight" not in tensors:
+        raise InputError("the draft head has d2t for fewer tokens, and no lm_head for them: fetch it again")
     cap = own.get("final_logit_softcapping")
     return DFlash(
         config,
@@ -90,7 +93,7 @@ def _samples_anchor(own: Mapping[str, Any], hf: Mapping[str, Any], rank: int) ->
     if is_z_lab and rank:
         raise InputError(
             "config.json: DFlashDraftModel with a markov_rank does not say whether the output at the last"
-            " token is a draft token: set sample_from_anchor to true for DSpark's layout, to false for DFlash's"
+            " token is a draft token: set sample_from_anchor to true if it is, or to false"
         )
     return not is_z_lab and own.get("projector_type") is None
 

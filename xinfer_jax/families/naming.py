@@ -129,7 +129,7 @@ def draft_specs(tree: Params, config: ModelConfig, names: Names, prefix: str) ->
         names: the names that differ from `NAMES`.
         prefix: the prefix of a layer's tensors, with "{}" in the place of its number.
     """
-    names = Names(NAMES | names.leaves, names.joined)
+    names = Names({**NAMES, **names.leaves}, names.joined)
     tree = jax.tree_util.tree_map_with_path(
         lambda path, spec: dataclasses.replace(spec, name=leaf_name(path)), tree
     )
