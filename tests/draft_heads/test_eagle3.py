@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_oracles import paged_cache, run_rounds
 from eagle3_cases import D_TARGET, HEADS, TARGET, V, random_params
 
 import xinfer_jax as xj
-from xinfer_jax.cache.kv_cache import KVCache
-from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.config.run_config import DEFAULT
 from xinfer_jax.draft_heads.draft_head import DraftCall, HeadParams, UnreadTokens
 from xinfer_jax.draft_heads.draft_vocabulary import NEVER
+from xinfer_jax.weights.param_specs import param_specs
 
 STEPS = 3
 LENGTHS = (70, 9)  # tokens of two rows, the first of which crosses a page
@@ -103,15 +103,6 @@ def reference(head, params, tokens, reads):
 # The head.
 
 
-def empty_caches(config):
-    """A contiguous cache, and one with pages."""
-    tables = jnp.array([[5, 2], [3, 0]])
-    pools = empty_pools(config, 6, "float32")
-    layers = tuple(Paged(k, v, None, 2 * PAGE_SIZE, tables) for k, v in pools)
-    paged = KVCache(layers, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool), None)
-    return xj.init_cache(config, 2, 2 * PAGE_SIZE, "float32"), paged
-
-
 def unread_tokens(head, params, tokens, reads, start, end):
     """Tokens start … end - 1 of each row, where it has them, with the features of the token before each."""
     padded = np.zeros((2, 3, max(LENGTHS), D_TARGET), np.float32)
@@ -153,30 +144,42 @@ def chained(head, params, unread, cache):
     return np.stack(steps, 1)
 
 
+def check(logits_TV, token_T, expected_TV):
+    known = ~np.isnan(expected_TV)
+    assert 1 < np.nanmax(np.abs(expected_TV)) < 30
+    np.testing.assert_allclose(logits_TV[known], expected_TV[known], atol=1e-4)
+    assert (logits_TV[~known] == np.float32(NEVER)).all()
+    np.testing.assert_array_equal(token_T, np.nanargmax(expected_TV, -1))
+
+
 @pytest.mark.parametrize(
-    ("name", "paged"),
-    [
-        ("speculators", False),
-        *(
-            pytest.param(name, name == "llama", marks=pytest.mark.full)
-            for name in HEADS
-            if name != "speculators"
-        ),
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "speculators")) for name in HEADS]
 )
-def test_drafts_are_those_of_the_published_source(name, paged):
+def test_drafts_are_those_of_the_published_source(name):
     head, params, tokens, reads = case(name)
-    cache = empty_caches(head.config)[paged]
     # A chunk that is as wide as the rest, so that both are one program.
     chunk, unread = (unread_tokens(head, params, tokens, reads, start, start + 63) for start in (0, 7))
+    cache = xj.init_cache(head.config, 2, 80, "float32")
     _, _, cache = step(head, params, chunk._replace(num_tokens_B=np.full(2, 7, np.int32)), cache)
     token_BT, after = draft(head, params, unread, cache)
     np.testing.assert_array_equal(after.length_B, LENGTHS)
     logits_BTV = chained(head, params, unread, cache)
     for b, row in enumerate(zip(tokens, reads, strict=True)):
-        expected_TV = reference(head, params, *row)
-        known = ~np.isnan(expected_TV)
-        assert 1 < np.nanmax(np.abs(expected_TV)) < 30
-        np.testing.assert_allclose(logits_BTV[b][known], expected_TV[known], atol=1e-4)
-        assert (logits_BTV[b][~known] == np.float32(NEVER)).all()
-        np.testing.assert_array_equal(token_BT[b], np.nanargmax(expected_TV, -1))
+        check(logits_BTV[b], token_BT[b], reference(head, params, *row))
+
+
+@pytest.mark.full
+def test_rounds_in_pages_with_the_layers_of_a_target():
+    head = HEADS["llama"].bound(TARGET)
+    params = HeadParams(random_params(head.param_specs()), random_params(param_specs(TARGET), 1))
+    token_BT = np.random.RandomState(2).randint(0, V, (2, 72))
+    lengths_RB = np.array([[63, 1], [66, 5], [70, 6]])
+    rounds = run_rounds(head, params, token_BT, lengths_RB, STEPS, paged_cache(head.config, 2, 2))
+    taps = {layer: xj.Tap(read=True) for layer in (1, 3, 4)}
+    out = jax.jit(xj.run_model, static_argnums=1)(params.target, TARGET, token_BT, taps=taps)
+    reads_3BTD = np.stack([out.reads[layer] for layer in taps])
+    for r, lengths in enumerate(lengths_RB):
+        for b, length in enumerate(lengths):
+            if length > 1:  # the first token has no features before it
+                expected_TV = reference(head, params, token_BT[b, :length], reads_3BTD[:, b, :length])
+                check(rounds.logits[r, b], rounds.drafts[r, b], expected_TV)

@@ -77,6 +77,21 @@ def test_files_of_speculators_load(tmp_path):
         head.bound(TARGET)  # it has no embeddings, and those of the target are wider
 
 
+def test_settings_that_speculators_leaves_out_are_those_of_llama():
+    given = ("model_type", "num_hidden_layers", "num_key_value_heads", "rope_theta")
+    layer = {name: LAYER[name] for name in given}
+    head = EAGLE3_FILES.read(
+        SPECULATORS | dict(transformer_layer_config=layer), {"d2t": 0, "lm_head.weight": 0}
+    )
+    config = head.config
+    assert (config.hidden_size, config.head_dim, config.vocab_size, config.rms_norm_eps) == (
+        4096,
+        128,
+        32000,
+        1e-6,
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "taps"),
     [

@@ -229,7 +229,7 @@ def test_saved_assistants_load_as_they_were(name, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, draft.params))
 
 
-def test_errors():
+def test_errors(tmp_path):
     case, hf = settings("gemma4-shared-kv")
     head = ASSISTANT_FILES.read(hf, {})
     with pytest.raises(InputError, match="drafts for Gemma 4 only, and the model is 'qwen2': use another"):
@@ -244,3 +244,8 @@ def test_errors():
         ASSISTANT_FILES.read(hf | dict(text_config=text), {}).bound(case.config)
     with pytest.raises(InputError, match="num_centroids 7 must divide vocab_size 96"):
         ASSISTANT_FILES.read(hf | ORDERED | dict(num_centroids=7), {})
+    draft = random_draft(hf | ORDERED)
+    twice = draft.params | dict(token_ordering=np.zeros(96, np.int32))
+    xj.save_draft(dataclasses.replace(draft, params=twice), tmp_path / "assistant")
+    with pytest.raises(InputError, match="token_ordering names ids from 0 to 0, or one twice"):
+        xj.load_draft(tmp_path / "assistant")

@@ -22,6 +22,15 @@ from .values import get_boolean, get_integer, get_integer_at_most, get_object
 from .writing import to_hf
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
+# The settings of LlamaConfig in transformers, which speculators leaves out if they are these.
+_LLAMA: dict[str, Any] = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+)
 _MROPE = ("mrope_section", "mrope_interleaved")  # of the target: for text all three positions are equal
 _NAMES = Names(
     dict(fc="fc", hidden_norm="hidden_norm.weight", final_norm="norm.weight", embed="embed_tokens", d2t="d2t")
@@ -38,6 +47,8 @@ def read_eagle3(hf: Mapping[str, Any], tensors: Mapping[str, Any]) -> Eagle3:
             "eagle_config.use_aux_hidden_state false is not supported: use an EAGLE-3 head that gets the"
             " outputs of layers"
         )
+    if of_layer.get("model_type", "") == "llama":
+        of_layer = _LLAMA | {name: x for name, x in of_layer.items() if x is not None}
     config = _layer_config(of_layer or hf, tensors)
     has_lm_head = "lm_head.weight" in tensors
     settings = dict(target_hidden_size=config.hidden_size, draft_vocab_size=config.vocab_size)
