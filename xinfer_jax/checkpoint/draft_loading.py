@@ -88,7 +88,10 @@ def load_draft(
     leaves = [loader.load(spec, {}, loader.struct(spec, {})) for spec in specs]
     params = jax.tree.unflatten(tree, leaves)
     if "d2t" in params:
-        _check_ids(path, np.asarray(params["d2t"]), head.config.vocab_size)
+        d2t_V = np.asarray(params["d2t"])
+        _check_ids(path, "d2t", np.arange(len(d2t_V)) + d2t_V, head.config.vocab_size)
+    if "token_ordering" in params:
+        _check_ids(path, "token_ordering", np.asarray(params["token_ordering"]), head.config.vocab_size)
     return Draft(params, head)
 
 
@@ -168,11 +171,10 @@ def _is_integer(spec: FileSpec) -> bool:
     return spec.dtype is not None and jnp.issubdtype(spec.dtype, jnp.integer)
 
 
-def _check_ids(path: Path, d2t_V: np.ndarray, vocab_size: int) -> None:
-    """Raises InputError if `d2t` names a token outside the vocabulary, or one token twice."""
-    id_V = np.arange(len(d2t_V)) + d2t_V
+def _check_ids(path: Path, leaf: str, id_V: np.ndarray, vocab_size: int) -> None:
+    """Raises InputError if a leaf names a token outside the vocabulary, or one token twice."""
     if id_V.min() < 0 or id_V.max() >= vocab_size or len(np.unique(id_V)) < len(id_V):
         raise InputError(
-            f"{path}: d2t names ids from {id_V.min()} to {id_V.max()}, or one twice, in a vocabulary of"
+            f"{path}: {leaf} names ids from {id_V.min()} to {id_V.max()}, or one twice, in a vocabulary of"
             f" {vocab_size}: fetch the draft head again"
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ..weights.param_specs import ParamSpec
 
-_NEVER = -1e30  # the logit of a token that the head does not know; finite, as masks of attention are
+NEVER = -1e30  # the logit of a token that the head does not know; finite, as masks of attention are
 
 
 def d2t_spec(draft_vocab_size: int) -> ParamSpec:
@@ -22,5 +22,5 @@ def target_logits(logits: jax.Array, d2t: jax.Array | None, vocab_size: int) -> 
     if d2t is None:
         return logits
     id_V = jnp.arange(len(d2t), dtype=jnp.int32) + d2t
-    unknown = jnp.full((*logits.shape[:-1], vocab_size), _NEVER, logits.dtype)
+    unknown = jnp.full((*logits.shape[:-1], vocab_size), NEVER, logits.dtype)
     return unknown.at[..., id_V].set(logits)
