@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import compiling
 import jax
 import jax.numpy as jnp
+import mtp_cases
 import numpy as np
 import pytest
 import tiny
@@ -745,6 +746,27 @@ def adapters() -> None:
     assert_close(found, wanted, 1e-5)
 
 
+def draft_heads() -> None:
+    """Loads heads in the files of models over four devices. Drafts are the drafts of one device, and key
+    heads that were repeated are saved once.
+    """
+    for name in ("deepseek_v3", "glm4_moe"):
+        model = mtp_cases.build(name)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model"
+            xj.save_model(model.params, model.config, path)
+            over = xj.load_model(path, "float32", mesh=mesh_of(4), draft_head=True)
+            xj.save_model(over.params, over.config, Path(folder) / "again", like=path)
+            (first, again) = (load_file(x / "model.safetensors") for x in (path, Path(folder) / "again"))
+            jax.tree.map(np.testing.assert_array_equal, again, first)
+        head = over.params["draft_head"]["layers"][0]
+        assert not head["o"]["weight"].sharding.is_fully_replicated
+        unread = mtp_cases.read_prompts(model)
+        want = mtp_cases.draft(model, unread)
+        found = mtp_cases.draft(over, mtp_cases.read_prompts(over), mesh=mesh_of(4))
+        np.testing.assert_array_equal(found.tokens_BT, want.tokens_BT)
+
+
 def taps() -> None:
     """Reads and edits by taps over 2 × 2 devices, and of rows that a `jax.shard_map` divides. The results
     equal the results of one device, and so do tokens of a steered model.
@@ -985,7 +1007,7 @@ CALLS = {
         int8_activations,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
-        rows_over_data, training, adapters, taps,
+        rows_over_data, training, adapters, taps, draft_heads,
     )
 }  # fmt: skip
 

@@ -95,8 +95,8 @@ def is_norm(path: str) -> bool:
 
 
 def untied(config: ModelConfig) -> ModelConfig:
-    """Returns the config with a separate head."""
-    return dataclasses.replace(config, tie_word_embeddings=False)
+    """Returns the config with a separate output matrix, and without a draft head, which has no adapters."""
+    return dataclasses.replace(config, tie_word_embeddings=False, draft_head=None)
 
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:

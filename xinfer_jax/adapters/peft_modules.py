@@ -193,7 +193,7 @@ def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, P
 
 def norm_modules(config: ModelConfig) -> dict[str, FileSpec]:
     """Returns the norms by their names in transformers' model."""
-    specs = jax.tree.leaves(file_specs(config))
+    specs = jax.tree.leaves(file_specs(dataclasses.replace(config, draft_head=None)))
     return {spec.hf_name.removesuffix(".weight"): spec for spec in specs if is_norm(spec.name)}
 
 

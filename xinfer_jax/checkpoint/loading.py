@@ -18,6 +18,7 @@ from ..config.model_config import ModelConfig
 from ..device import run_in_blocks
 from ..errors import InputError, format_names
 from ..families.conversion import check_leaves
+from ..families.draft_heads import LOAD_WITHOUT_HEAD
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.skipped_tensors import unused_names
 from ..formats.hub import HUB_DEFAULTS, HubOptions, checkpoint_path, is_gguf, split_revision
@@ -41,7 +42,7 @@ from .embedding_modules import EmbeddingModules
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
 
-_FLOATS = {"F32", "F16", "BF16"}
+FLOATS = {"F32", "F16", "BF16"}
 
 
 @dataclasses.dataclass
@@ -168,6 +169,7 @@ def load_model(  # noqa: PLR0913  a public function
     token: str | bool | None = None,
     subfolder: str = "",
     local_files_only: bool = False,
+    draft_head: bool = False,
 ) -> Model:
     """Loads a Hugging Face checkpoint or a GGUF file, and returns it as a `Model`.
 
@@ -211,6 +213,10 @@ def load_model(  # noqa: PLR0913  a public function
             None takes the token of `hf auth login` or of the environment variable HF_TOKEN, if there is one.
         subfolder: the folder of the repository, or of the directory, that has the files. "" is its root.
         local_files_only: True takes only files that were downloaded before, and does not ask the hub.
+        draft_head: True also reads the head for multi-token prediction (MTP) in the files, for speculative
+            decoding. It is then `params["draft_head"]`, and `config.draft_head` describes it. Files of
+            Qwen3-Next, Qwen3.5, DeepSeek-V3 and GLM-4.5 have one. A file mtp.safetensors in the directory is
+            read too. False leaves the head out.
 
     Returns:
         A `Model` with parameters, config, tokenizer and the settings of generation_config.json.
@@ -219,11 +225,19 @@ def load_model(  # noqa: PLR0913  a public function
         InputError: files are missing, are unreadable or do not fit the config. The message names every such
             tensor.
         InputError: you gave a revision for a directory or a file.
+        InputError: `draft_head` is True, and the files have no head, or a head that is not supported.
         InputError: a checkpoint cannot be downloaded.
     """
     hub = HubOptions(revision, token, subfolder, local_files_only)
     checkpoint = open_checkpoint(
-        path_or_repo_id, dtype, quantize, mesh, activations, dequantize=dequantize, hub=hub
+        path_or_repo_id,
+        dtype,
+        quantize,
+        mesh,
+        activations,
+        dequantize=dequantize,
+        hub=hub,
+        draft_head=draft_head,
     )
     return checkpoint.read()
 
@@ -237,12 +251,14 @@ def open_checkpoint(
     *,
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
+    draft_head: bool = False,
 ) -> Checkpoint:
     """Does everything that `load_model` does, except reading the weights. It has the same arguments and
     errors.
     """
     settings = dtype, quantize, mesh, activations
-    model, leaves = open_leaves(path_or_repo_id, *settings, dequantize=dequantize, hub=hub)
+    options: dict[str, Any] = dict(dequantize=dequantize, hub=hub, draft_head=draft_head)
+    model, leaves = open_leaves(path_or_repo_id, *settings, **options)
     check_weights(tree_bytes(model.params), memory_fraction(mesh))
     tree = jax.tree.structure(model.params, is_leaf=is_quantized)
     return Checkpoint(model, lambda: jax.tree.unflatten(tree, [leaf for _, leaf in leaves()]))
@@ -257,6 +273,7 @@ def open_leaves(
     *,
     dequantize: bool = False,
     hub: HubOptions = HUB_DEFAULTS,
+    draft_head: bool = False,
 ) -> tuple[Model, Callable[[], Iterator[tuple[str, Any]]]]:
     """Returns the model of `open_checkpoint`, and a function that reads the weights one by one. It yields the
     path and the array of each leaf, in the order of the tree. It takes the arguments of `load_model`, and
@@ -269,8 +286,12 @@ def open_leaves(
     check_quantize_method(None if asked else quantize)
     check_activations(activations, quantize)
     path = checkpoint_path(path_or_repo_id, hub=hub)
-    open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
-    opened = open_files(path, quantize, dequantize)
+    if is_gguf(path):
+        if draft_head:
+            raise InputError(f"{path}: draft heads of GGUF files are not supported: {LOAD_WITHOUT_HEAD}")
+        opened = open_gguf_checkpoint(path, quantize, dequantize)
+    else:
+        opened = open_directory(path, quantize, dequantize, draft_head)
     config = opened.config
     tensors = opened.tensors
     quant_format = opened.quant_format
@@ -321,14 +342,14 @@ def _open_params(
         shapes = {} if found else spec.tensor_shapes(tensors)
         own = quantized_shapes(shapes, tensors)
         matrices |= own
-        expected |= found | {name: (shape, _FLOATS) for name, shape in shapes.items() if name not in own}
+        expected |= found | {name: (shape, FLOATS) for name, shape in shapes.items() if name not in own}
         for name, shape in own.items():
             expected |= matrix_format.tensor_specs(name, shape, files) if matrix_format else {}
     known = quant_format or matrix_format
     unused = unused_names(config, files)
     unused |= {name for name in files if known and known.is_unused(name, files)}
     others = other_tensors(files.keys() - expected.keys() - unused)
-    _check_tensors(path, files, expected, unused | others)
+    check_tensors(path, files, expected, unused | others)
     warn_of_other_tensors(path, others)
     if matrix_format:
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
@@ -362,7 +383,7 @@ def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[l
     return specs, tree
 
 
-def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
+def check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
     """Raises one InputError for all missing, unexpected or unfitting tensors."""
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in expected.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys() - unused)]
@@ -383,7 +404,7 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)
-    same = [embedding.shape == head.shape and getattr(head, "type", None) in _FLOATS]
+    same = [embedding.shape == head.shape and getattr(head, "type", None) in FLOATS]
     if all(same):
         rows, width = head.shape
         run_in_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)

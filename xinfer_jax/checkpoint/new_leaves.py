@@ -48,7 +48,8 @@ def _leaves_of_directory(path: Path, params: Params, config: ModelConfig) -> Ite
     leaves = [stored_weight(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized)]
     kept = next((leaf.kept_as for leaf in leaves if getattr(leaf, "kept_as", None)), None)
     dtype = jnp.float32 if any(map(is_quantized, leaves)) else activation_dtype(params)
-    model, read_leaves = open_leaves(path, dtype, kept)
+    has_draft_head = config.draft_head is not None
+    model, read_leaves = open_leaves(path, dtype, kept, draft_head=has_draft_head)
     if difference := find_config_difference(config, model.config):
         (name, ours, theirs) = difference
         raise InputError(

@@ -17,6 +17,7 @@ from ..annotations import Dtype
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import TensorOfLeaves, plan_tensors, specs_and_leaves
+from ..families.draft_heads import mtp_spec, write_draft_head
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
@@ -115,7 +116,7 @@ def save_model(
         raise InputError(
             f"max_shard_bytes must be a whole number from 1 on, got {format_value(max_shard_bytes)}"
         )
-    _check_target(path, overwrite)
+    check_target(path, overwrite)
     dtype = None if dtype is None else np.dtype(resolve_dtype(dtype))
     source = None if like is None else checkpoint_dir(like)
     kept = {} if source is None else open_tensors(source)
@@ -141,7 +142,8 @@ def save_model(
     write_whole(path, partial(write_checkpoint, tensors, settings, files, max_shard_bytes))
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raises InputError if a checkpoint cannot be written to this directory."""
     if not path.exists():
         return
     if os.path.ismount(path):  # nor can it be renamed
@@ -166,6 +168,11 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
         raise InputError(f"like: {source} holds no config.json")
     other = from_hf(settings | dict(architectures=None))
     other = dataclasses.replace(other, quantization_config=config.quantization_config)
+    if config.draft_head is not None:
+        other = dataclasses.replace(other, draft_head=mtp_spec(other))
+        text = settings.get("text_config")
+        of_text = text if isinstance(text, dict) else settings
+        of_text |= write_draft_head(config)
     if not is_untied or is_tied_without_head(settings):  # of no head also models of vectors alone
         other = dataclasses.replace(other, tie_word_embeddings=not is_untied)
     if difference := find_config_difference(config, other):

@@ -19,6 +19,7 @@ from ..cache.kv_cache import KVCache, update_layers
 from ..cache.truncation import truncate
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
+from ..errors import InputError
 from ..mixers.mixer import Positions
 from ..model.decoder_layer import LayerInputs, all_layers, run_layers
 from ..model.extras import NO_EXTRAS
@@ -85,6 +86,12 @@ class DraftHead(abc.ABC):
         """The most tokens that it can draft in one step."""
         return 16
 
+    def scratch_slots(self, count: int) -> int:
+        """Returns the number of slots after the certain tokens that it writes to draft this number of
+        tokens.
+        """
+        return max(0, count - 1)
+
     @property
     def has_cache(self) -> bool:
         """True if it has a cache of its own."""
@@ -129,9 +136,10 @@ class ChainHead(DraftHead):
     def run(
         self, params: HeadParams, unread: UnreadTokens, call: DraftCall
     ) -> tuple[jax.Array, KVCache | None]:
-        """Returns states [B, T, X] of these tokens, of which `logits` takes the next token, and which are the
-        features of the next step. Also returns the cache with the tokens. Only the cache, the target's cache
-        and the `run_config` of the call are used.
+        """Returns states [B, T, S] of these tokens, and the cache with the tokens. From the states `logits`
+        computes the next token, and they are the features of the next step, so `run` accepts features of the
+        width S too. S is X, unless the head needs other numbers for logits than for the next step. Only the
+        cache, the target's cache and the `run_config` of the call are used.
         """
 
     @abc.abstractmethod
@@ -163,6 +171,23 @@ class ChainHead(DraftHead):
         return draft_BT, cache if cache is None else truncate(cache, length_B)
 
 
+def head_run_config(run_config: RunConfig) -> RunConfig:
+    """Returns the settings of a program for a head. No kernel has the attention of a head, in which no token
+    sees slot 0, so a named kernel is left to the target.
+    """
+    return run_config if run_config.impl == "xla" else dataclasses.replace(run_config, impl=None)
+
+
+def check_sizes(target: ModelConfig, **sizes: int) -> None:
+    """Raises InputError unless the numbers of the target, by their names, are those that a head needs."""
+    for name, size in sizes.items():
+        if getattr(target, name) != size:
+            raise InputError(
+                f"this draft head is for a model with {name} {size}, and the model has"
+                f" {getattr(target, name)}: use the head of this model"
+            )
+
+
 def run_head_layers(
     config: ModelConfig,
     layers: Any,
@@ -171,10 +196,24 @@ def run_head_layers(
     cache: KVCache | None,
     run_config: RunConfig,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Returns the output of a head's layers, [B, T, D], and its cache with these tokens. No token sees slot
-    0, which has no features before it. cache: None: the tokens are whole rows, as in training.
+    """Returns the output of a head's layers, [B, T, D], and its cache with these tokens. cache: None: the
+    tokens are whole rows, as in training.
     """
-    B, T, _ = x_BTD.shape
+    positions = head_positions(config, x_BTD.shape[:2], num_tokens_B, cache)
+    inputs = (LayerInputs(),) * config.num_hidden_layers
+    caches = (None,) * len(config.cached_mixers) if cache is None else cache.layers
+    args = x_BTD, positions, inputs, NO_EXTRAS, caches, run_config
+    out = run_layers(layers, all_layers(config), *args)
+    return out.hidden_BTD, cache and update_layers(cache, out.caches, num_tokens_B)
+
+
+def head_positions(
+    config: ModelConfig, shape: tuple[int, ...], num_tokens_B: jax.Array, cache: KVCache | None
+) -> Positions:
+    """Returns the positions of tokens [B, T], which follow the tokens in a head's cache. No token sees slot
+    0, which has no features before it.
+    """
+    B, T = shape
     start_B = None if cache is None else cache.length_B
     position_BT = (jnp.zeros((B, 1), jnp.int32) if start_B is None else start_B[:, None]) + jnp.arange(T)
     length_B = num_tokens_B
@@ -182,9 +221,4 @@ def run_head_layers(
         length_B = jnp.zeros_like(cache.length_B) if cache.longest_B is None else cache.longest_B
     angles = rotary_angles(config, position_BT, length_B)
     first_BT = jnp.minimum(position_BT, 1)  # slot 0 sees itself
-    positions = Positions(angles, start_B, num_tokens_B, position_BT, first_BT)
-    inputs = (LayerInputs(),) * config.num_hidden_layers
-    caches = (None,) * len(config.cached_mixers) if cache is None else cache.layers
-    args = x_BTD, positions, inputs, NO_EXTRAS, caches, run_config
-    out = run_layers(layers, all_layers(config), *args)
-    return out.hidden_BTD, cache and update_layers(cache, out.caches, num_tokens_B)
+    return Positions(angles, start_B, num_tokens_B, position_BT, first_BT)

@@ -10,10 +10,13 @@ Reading order:
   `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`, `glm`,
   `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`, `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`,
   `minicpm3`.
+- `draft_heads` has the names of heads for multi-token prediction in the files of models, and their settings.
 - `naming` makes the names of all tensors from a family's table.
 - `wrappers` finds the text model within a model that also reads images.
 - `reading` is `from_hf`, and `writing` is its inverse `to_hf`.
 - `skipped_tensors` are the tensors that a text model does not read.
+- `draft_files` is the description of the files of draft heads, which `dflash_files`, `eagle3_files` and
+  `gemma4_assistant_files` fill in.
 - `conversion` makes trees of tensors and tensors of trees. `leaf_assembly` makes leaves of tensors that come
   one by one.
 

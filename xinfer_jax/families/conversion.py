@@ -134,6 +134,18 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
     return leaves
 
 
+def _is_joined(spec: FileSpec, like: Mapping[str, Any] | None) -> bool:
+    """Returns True if a tensor to write joins this leaf and other leaves. like: as in `plan_tensors`, but a
+    draft head that it lacks is written as in published files.
+    """
+    is_new = spec.name.startswith("draft_head.") and not any(
+        name in (like or ()) for name in (spec.fused_name, spec.hf_name, spec.hf_name.format(0))
+    )
+    if like is None or is_new:
+        return spec.is_published
+    return bool(spec.interleaved) or spec.fused_name in like
+
+
 def plan_tensors(
     specs: Iterable[FileSpec], leaves: Iterable[Any], like: Mapping[str, Any] | None = None
 ) -> dict[str, TensorOfLeaves]:
@@ -143,9 +155,7 @@ def plan_tensors(
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
     for spec, leaf in zip(specs, leaves, strict=True):
-        if spec.fused_name and (
-            spec.is_published if like is None else spec.interleaved or spec.fused_name in like
-        ):
+        if spec.fused_name and _is_joined(spec, like):
             joined.setdefault(spec.fused_name, []).append((spec, leaf))
         elif "{}" in spec.hf_name:
             for expert in range(len(leaf)):
@@ -156,7 +166,7 @@ def plan_tensors(
     for name, parts in joined.items():
         parts.sort(key=lambda part: part[0].first_row)
         spec = parts[0][0]
-        shape = spec.tensor_shapes({name} if like is None else like)[name]
+        shape = spec.tensor_shapes(like if name in (like or ()) else {name})[name]
         leaves = [leaf for _, leaf in parts]
         inputs_first = spec.has_inputs_first(like)
         make = partial(_join, spec, shape, leaves, inputs_first)
@@ -184,7 +194,8 @@ def params_from_tensors(
         InputError: tensors are missing, unknown or misshapen. One error lists all of them.
     """
     _check_arrays(config, tensors)
-    named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name))}
+    has_draft_head = config.draft_head is not None
+    named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name, has_draft_head))}
     (embed, head) = TIED
     if config.tie_word_embeddings and embed not in named and head in named:
         named[embed] = named.pop(head)

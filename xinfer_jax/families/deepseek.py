@@ -2,8 +2,8 @@
 others experts that a router chooses in groups, and some that all tokens use. All layers of Youtu-LLM have an
 MLP. Kimi K2 is a DeepSeek-V3.
 
-Files of DeepSeek-V3 also have layers that draft tokens (multi-token prediction) after the last one of the
-model. They are not read.
+Files of DeepSeek-V3 also have a layer that drafts tokens (multi-token prediction) after the last one of the
+model. `load_model` reads it if you ask for the draft head.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
+from .draft_heads import DEEPSEEK_MTP
 from .family import Family
 from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .latent_fields import KV_B, check_setting, read_latent_attention, write_latent_attention
@@ -89,6 +90,7 @@ DEEPSEEK_V3 = Family(
     NAMES,
     {LatentAttentionSpec.kind: KV_B},
     unused_shared_experts,
+    DEEPSEEK_MTP,
 )  # fmt: skip
 DEEPSEEK_V2 = Family(
     DEFAULTS

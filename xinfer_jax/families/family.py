@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..config.model_config import ModelConfig
+from .draft_heads import QWEN_MTP, MtpNames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +49,4 @@ class Family:
     mixer_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     # Of the names of a checkpoint's tensors those that change nothing and that no other family has.
     unused: Callable[[ModelConfig, Collection[str]], set[str]] = lambda config, names: set()
+    draft_head: MtpNames = QWEN_MTP  # the style of its heads for multi-token prediction

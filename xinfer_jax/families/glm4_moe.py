@@ -1,5 +1,5 @@
-"""GLM-4.5, GLM-4.6 and GLM-4.5-Air: experts of DeepSeek-V3's kind. Files also have layers that draft tokens
-(multi-token prediction) after the last one of the model. They are not read.
+"""GLM-4.5, GLM-4.6 and GLM-4.5-Air: experts of DeepSeek-V3's kind. Files also have a layer that drafts tokens
+(multi-token prediction) after the last one of the model. `load_model` reads it if you ask for the draft head.
 """
 
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
+from .draft_heads import DEEPSEEK_MTP
 from .family import Family
 from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .layer_fields import unused_shared_experts
@@ -46,4 +47,5 @@ FAMILY = Family(
     write_glm4_moe,
     NAMES,
     unused=unused_shared_experts,
+    draft_head=DEEPSEEK_MTP,
 )  # fmt: skip

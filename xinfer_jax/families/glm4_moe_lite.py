@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: latent attention, and experts as in GLM-4.5 in the layers that `mlp_layer_types` names.
-Files also have a layer that drafts tokens (multi-token prediction) after the last one of the model. It is not
-read.
+Files also have a layer that drafts tokens (multi-token prediction) after the last one of the model.
+`load_model` reads it if you ask for the draft head.
 
 The norms of latents have an epsilon of 1e-6, as in transformers, and `rms_norm_eps` is 1e-5
 (`latent_fields.py`).
@@ -13,6 +13,7 @@ from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.latent_attention import LatentAttentionSpec
+from .draft_heads import DEEPSEEK_MTP
 from .family import Family
 from .grouped_experts import DEFAULTS, NAMES, with_grouped_experts, write_grouped_experts
 from .latent_fields import KV_B, read_latent_attention, write_latent_attention
@@ -72,4 +73,5 @@ FAMILY = Family(
     NAMES,
     {LatentAttentionSpec.kind: KV_B},
     unused_shared_experts,
+    DEEPSEEK_MTP,
 )

@@ -46,7 +46,7 @@ class LeafAssembler:
         if not isinstance(name, str):
             raise InputError(f"the name of a tensor must be a text, got {format_value(name)}")
         check_tensor(name, tensor)
-        own = text_name(name)
+        own = text_name(name, self._config.draft_head is not None)
         if own is None:
             return
         if own in self._tensors:

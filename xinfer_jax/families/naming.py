@@ -9,8 +9,9 @@ import jax
 
 from ..config.model_config import ModelConfig, check_config
 from ..plugins import load
+from ..registry import plugin
 from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
-from .family import Joined, Names
+from .family import Family, Joined, Names
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 # Names of leaves in the files, of families that have no others; those of a layer are within it. Mixers and
@@ -103,32 +104,82 @@ def file_specs(config: ModelConfig) -> Params:
     check_config(config)
     family = load("family", config.model_type)
     names = Names(NAMES | family.names.leaves, family.names.joined)
-    return specs_by_names(config, names, family.mixer_names)
+    tree = specs_by_names(config, names, family.mixer_names)
+    if config.draft_head is not None:
+        tree["draft_head"] = _draft_head_specs(config, names, family)
+    return tree
+
+
+def _draft_head_specs(config: ModelConfig, names: Names, family: Family) -> Params:
+    """Returns the specs of the draft head in the files of a model. names: the names of a layer."""
+    spec: Any = config.draft_head
+    own = plugin("draft head", spec.kind).of_model(config).config
+    tree = param_specs(config)["draft_head"]
+    (layer,) = tree.pop("layers")
+    head = family.draft_head
+    (prefix, of_layer) = (x.format(config.num_hidden_layers) for x in (head.prefix, head.layer_prefix))
+    named_layer = _named_layer(layer, own, 0, names, family.mixer_names, of_layer)
+    return _named(tree, head.leaves, prefix, [], own) | {"layers": (named_layer,)}
 
 
 def specs_by_names(
     config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names. mixer_names: see `Family`. prefix: the prefix of a layer's
-    tensors.
+    """Returns `file_specs` by other names, without a draft head. mixer_names: see `Family`. prefix: the
+    prefix of a layer's tensors.
     """
     tree = param_specs(config)
-    layers = []
-    for i, layer in enumerate(tree["layers"]):
-        mixers = config.mixers(i)
-        leaves: dict[str, str] = {}
-        parts: list[Any] = [*mixers, config.feed_forward(i)]
-        for part in filter(None, parts):
-            leaves |= part.names
-        leaves |= names.leaves
-        joined = [(tensor, config) for tensor in names.joined]
-        for mixer in mixers:
-            own = mixer_names.get(mixer.spec.kind, Names())
-            leaves |= own.leaves
-            joined += [(tensor, mixer.spec) for tensor in own.joined]
-        layers.append(_named(layer, leaves, f"{prefix}.{i}.", joined, config))
-    rest = {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
-    return _named(rest, names.leaves, "", [], config) | {"layers": tuple(layers)}
+    layers = tuple(
+        _named_layer(layer, config, i, names, mixer_names, f"{prefix}.{i}.")
+        for i, layer in enumerate(tree["layers"])
+    )
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def draft_specs(tree: Params, config: ModelConfig, names: Names, prefix: str) -> Params:
+    """Returns the parameter tree of a draft head with a `FileSpec` at every leaf.
+
+    Args:
+        tree: `DraftHead.param_specs` of the head.
+        config: the numbers of its own layers.
+        names: the names that differ from `NAMES`.
+        prefix: the prefix of a layer's tensors, with "{}" in the place of its number.
+    """
+    names = Names({**NAMES, **names.leaves}, names.joined)
+    tree = jax.tree_util.tree_map_with_path(
+        lambda path, spec: dataclasses.replace(spec, name=leaf_name(path)), tree
+    )
+    layers = tuple(
+        _named_layer(layer, config, i, names, {}, prefix.format(i)) for i, layer in enumerate(tree["layers"])
+    )
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def _outside_layers(tree: Params) -> Params:
+    return {leaf: spec for leaf, spec in tree.items() if leaf not in ("layers", "draft_head")}
+
+
+def _named_layer(
+    layer: Params,
+    config: ModelConfig,
+    index: int,
+    names: Names,
+    mixer_names: Mapping[str, Names],
+    prefix: str,
+) -> Params:
+    """Returns the specs of a layer with their places in the files."""
+    mixers = config.mixers(index)
+    leaves: dict[str, str] = {}
+    parts: list[Any] = [*mixers, config.feed_forward(index)]
+    for part in filter(None, parts):
+        leaves |= part.names
+    leaves |= names.leaves
+    joined = [(tensor, config) for tensor in names.joined]
+    for mixer in mixers:
+        own = mixer_names.get(mixer.spec.kind, Names())
+        leaves |= own.leaves
+        joined += [(tensor, mixer.spec) for tensor in own.joined]
+    return _named(layer, leaves, prefix, joined, config)
 
 
 def _named(

@@ -7,6 +7,7 @@ from ..config.model_config import ModelConfig
 from ..plugins import load
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
+_MTP = "mtp."  # how the names of draft heads in Qwen's style begin
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
 _PREFIXES = {
@@ -14,7 +15,7 @@ _PREFIXES = {
     "language_model.": "",
     "model.visual.": None,
     "visual.": None,
-    "mtp.": None,
+    _MTP: None,
     **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # saved without its head
     **dict.fromkeys(
         f"{outer}{part}."
@@ -37,9 +38,13 @@ def find_prefix(name: str) -> str:
     return next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
 
 
-def text_name(name: str) -> str | None:
-    """Returns the name that the text model alone would have for this tensor. None: it is of another part."""
+def text_name(name: str, has_draft_head: bool = False) -> str | None:
+    """Returns the name that the text model alone would have for this tensor. None: it is of another part.
+    has_draft_head: True: a draft head in the files is a part of the text model.
+    """
     prefix = find_prefix(name)
+    if prefix == _MTP and has_draft_head:
+        return name
     renamed = _PREFIXES.get(prefix, "")
     return None if renamed is None else renamed + name.removeprefix(prefix)
 
@@ -52,17 +57,25 @@ def full_name(own: str, other: str) -> str:
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
 
 
-def names_after_layers(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Returns the unused names of layers after the last one of the model: layers that draft tokens."""
+def unused_draft_names(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Returns the unused names of draft heads, also in layers after the last one of the model."""
     numbered = {name: _LAYER.match(name) for name in unused_names(config, names)}
-    return {name for name, layer in numbered.items() if layer and int(layer[1]) >= config.num_hidden_layers}
+    return {
+        name
+        for name, layer in numbered.items()
+        if name.startswith(_MTP) or layer and int(layer[1]) >= config.num_hidden_layers
+    }
 
 
 def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Returns the names within the text model that a checkpoint may have and that change nothing."""
     unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
-    drafting = {layer[1] for name in names if ".eh_proj." in name and (layer := _LAYER.match(name))}
-    layers = tuple(f"model.layers.{i}." for i in drafting if int(i) >= config.num_hidden_layers)
-    unused |= {name for name in names if name.startswith(layers)}  # of multi-token prediction
-    return unused | load("family", config.model_type).unused(config, names)
+    family = load("family", config.model_type)
+    if config.draft_head is None:
+        drafting = {layer[1] for name in names if ".eh_proj." in name and (layer := _LAYER.match(name))}
+        starts = tuple(f"model.layers.{i}." for i in drafting if int(i) >= config.num_hidden_layers)
+    else:
+        starts = family.draft_head.starts_of_copies(config)
+    unused |= {name for name in names if name.startswith(starts)}  # of multi-token prediction
+    return unused | family.unused(config, names)

@@ -7,6 +7,7 @@ from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..plugins import load
+from .draft_heads import mtp_spec, write_draft_head
 from .layer_fields import BOTH_SIDES
 from .reading import SIZES, from_hf
 from .rope_settings import write_rope
@@ -21,7 +22,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     family = load("family", config.model_type)
     once = (layer.with_mixer(kv_copies=1) for layer in config.layers)  # of a mesh: not in config.json
-    config = dataclasses.replace(config, layers=tuple(once))
+    head: Any = config.draft_head
+    if head is not None:
+        head = dataclasses.replace(head, layer=head.layer.with_mixer(kv_copies=1))
+    config = dataclasses.replace(config, layers=tuple(once), draft_head=head)
     causal = dataclasses.replace(config, layers=tuple(map(_causal, config.layers)))
     attention = next(filter(None, (layer.attention for layer in config.layers)), AttentionSpec())
     activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
@@ -36,12 +40,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         bos_token_id=None,
         eos_token_id=ends[0] if len(ends) == 1 else [*ends] or None,
         pad_token_id=None,
-    ) | family.write(causal)  # fmt: skip
+    ) | family.write(causal) | write_draft_head(config)  # fmt: skip
     if causal.layers != config.layers and BOTH_SIDES in family.defaults:
         settings |= {BOTH_SIDES: True, "sliding_window": 2 * settings.get("sliding_window", 1)}
     elif causal.layers != config.layers:
         settings["is_causal"] = False
     read = from_hf(settings)
+    if head is not None:
+        read = dataclasses.replace(read, draft_head=mtp_spec(read))
     lost = [
         f.name
         for f in dataclasses.fields(config)

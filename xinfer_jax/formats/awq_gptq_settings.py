@@ -69,7 +69,7 @@ class AwqGptqByModule(AwqGptqFormat):
         return super().with_floats(settings, floats) if method == "awq" else {**settings}
 
     def of_files(self, tensors: Tensors) -> Self:
-        owns = {own.rpartition(".")[0]: name for name in tensors if (own := text_name(name))}
+        owns = {own.rpartition(".")[0]: name for name in tensors if (own := text_name(name, True))}
         return dataclasses.replace(self, full_names={x: name.rpartition(".")[0] for x, name in owns.items()})
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:

@@ -119,7 +119,7 @@ class CompressedTensorsFormat(MatrixFormat):
         found: dict[str, Scheme] = {}
         for name, tensor in tensors.items():
             is_plain = name.endswith(".weight") and tensor.type in FLOAT8 | {"I8"}
-            if (is_plain or name.endswith(".weight_packed")) and (own := text_name(name)):
+            if (is_plain or name.endswith(".weight_packed")) and (own := text_name(name, True)):
                 own = own.rpartition(".")[0]
                 found[own] = self._scheme(name.rpartition(".")[0], own)
         return dataclasses.replace(self, of_module=found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.model_config import ModelConfig
 from ..errors import format_names
-from ..families.skipped_tensors import INV_FREQ, find_prefix, names_after_layers, text_name
+from ..families.skipped_tensors import INV_FREQ, find_prefix, text_name, unused_draft_names
 from .tensors import StoredTensor
 
 _LOGGER = logging.getLogger(__name__)
@@ -22,18 +22,26 @@ def text_tensors(
     tensors: Mapping[str, StoredTensor], config: ModelConfig
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Returns the tensors by the names that the text model alone would have, and patterns with counts of the
-    tensors that are known and not read: images and sound are not served, the layers for multi-token
-    prediction (`mtp`, or layers after the last one) do not draft, and rotary frequencies are computed.
+    tensors that are known and not read: images and sound are not served, layers for multi-token prediction
+    (`mtp`, or layers after the last one) are read only if the config has a draft head, and rotary frequencies
+    are computed.
     """
     found: dict[str, StoredTensor] = {}
     skipped: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        if own := text_name(name):
+        own = text_name(name, config.draft_head is not None)
+        if own:
             found[own] = tensor
         if not own or own.endswith(INV_FREQ):
             skipped[f"*{INV_FREQ}" if own else f"{find_prefix(name)}*"] += 1
-    skipped.update(".".join([*name.split(".")[:3], "*"]) for name in names_after_layers(config, found))
+    skipped.update(map(_draft_pattern, unused_draft_names(config, found)))
     return found, _counted(skipped)
+
+
+def _draft_pattern(name: str) -> str:
+    """Returns the pattern of a tensor of a draft head: model.layers.61.* or mtp.embed_tokens.*."""
+    parts = 3 if name.startswith("model.") else 2
+    return ".".join([*name.split(".")[:parts], "*"])
 
 
 def has_head(names: Iterable[str]) -> bool:

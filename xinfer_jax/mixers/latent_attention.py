@@ -114,7 +114,7 @@ class LatentAttention(Mixer):
             qkv = jnp.concatenate([q_BTNC, q_BTNR], -1), key_BTKH, key_BTKH
             q_BTNH, cache = rotate_and_append(qkv, None, None, cache, start_B, length_B, run_config)
             length_B = jnp.where(length_B > 0, start_B + length_B, 0)  # without queries no key is read
-            visible = VisibleKeys(start_B, length_B)
+            visible = VisibleKeys(start_B, length_B, positions.first_BT)
             out_BTNC = attention(q_BTNH, cache, visible, scoring, run_config=run_config)
             out_BTNV = _times_heads(out_BTNC, params["v_up"], ("i", "o"))
         out_BTI = out_BTNV.reshape(*out_BTNV.shape[:2], -1)

@@ -107,8 +107,12 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
                 layer = layer.with_mixer(**{field: repeated(own)})
         return layer
 
+    layers = tuple(map(of_layer, config.layers))
+    head: Any = config.draft_head
+    if head is not None:
+        head = dataclasses.replace(head, layer=of_layer(head.layer))
     heads = repeated(config.num_key_value_heads)
-    return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
+    return dataclasses.replace(config, num_key_value_heads=heads, layers=layers, draft_head=head)
 
 
 def with_kv_heads_once(params: Params, config: ModelConfig, original: ModelConfig) -> Params:
