@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from train import head_data
 from train.head_data import Answers
 
 import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.draft_heads.draft_head import DraftCall, HeadParams, UnreadTokens
-from xinfer_jax.draft_heads.mtp import Mtp, MtpSpec
+from xinfer_jax.draft_heads.mtp import Mtp
+from xinfer_jax.families.draft_heads import mtp_spec
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.formats.files import BUNDLED
 from xinfer_jax.weights.params import Params
@@ -51,10 +52,6 @@ FILE = "mtp.safetensors"
 STEPS = 256  # steps of a decoder that are measured in one call
 LENGTHS = (48, 72)  # answers with their prompts are padded to one of these; the rare longer ones are dropped
 TARGETS = head_data.MOST_ANSWER_TOKENS
-NAMES = dict(
-    embed_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", proj="mtp.fc",
-    final_norm="mtp.norm",
-)  # fmt: skip
 
 
 class Accepted(NamedTuple):
@@ -147,7 +144,7 @@ def train(model: xj.Model, head: Mtp, own: Params, stream: Iterator[Answers]) ->
 
 def new_head(model: xj.Model, seed: int) -> tuple[Mtp, Params]:
     """Returns a head of this model with random parameters."""
-    config = dataclasses.replace(model.config, draft_head=MtpSpec(model.config.layers[-1]))
+    config = dataclasses.replace(model.config, draft_head=mtp_spec(model.config))
     init = jax.jit(lambda key: xj.init_params(config, key, jnp.float32)["draft_head"])
     return Mtp.of_model(config), init(jax.random.key(seed))
 
@@ -200,21 +197,12 @@ def greedy(logits_BV: jax.Array, context: Any) -> tuple[jax.Array, Any]:
     return jnp.argmax(logits_BV, -1).astype(jnp.int32), context
 
 
-def file_names(head: Mtp) -> Params:
-    """Returns the tree of the names that the parameters have in the file."""
-    specs = head.param_specs()
-    names = {leaf: f"{NAMES[leaf]}.weight" for leaf in NAMES}
-    (layer,) = file_specs(head.config)["layers"]
-    layer = jax.tree.map(lambda spec: spec.hf_name.replace("model.", "mtp.", 1), layer)
-    whole = names | dict(proj=dict(weight=names["proj"]), layers=(layer,))
-    return jax.tree.map(lambda _, name: name, specs, whole)
-
-
 def write_head(directory: Path, head: Mtp, own: Params) -> None:
     """Writes the parameters, and the number of the head's layers to config.json, if there is one."""
-    names = jax.tree.leaves(file_names(head))
+    names = [spec.hf_name for spec in jax.tree.leaves(file_specs(head.target)["draft_head"])]
     complete = directory / f".{FILE}.new"
-    save_file(dict(zip(names, jax.tree.leaves(own), strict=True)), complete, metadata={"format": "pt"})
+    tensors = dict(zip(names, jax.tree.leaves(own), strict=True))
+    complete.write_bytes(save(tensors, metadata={"format": "pt"}))
     os.replace(complete, directory / FILE)
     config = directory / "config.json"
     if config.exists():
