@@ -13,7 +13,8 @@ Reading order (the core ends with `kv_cache`):
 - `truncation` lets rows go back to fewer tokens.
 - `page_size` and `paged` are pages of a pool that rows share.
 - `fingerprint` is a hash that identifies the model of a cache.
-- `prefix` is a cache that later calls reuse, and `prefix_files` is its file.
+- `prefix` is a cache that later calls reuse, `draft_prefix` is its part for a draft head, and `prefix_files`
+  is its file.
 
 Decisions:
 
@@ -26,6 +27,8 @@ Decisions:
 - A layer with a sliding window has a ring of the window and 511 more slots, if that is shorter than the
   capacity: a call of 512 tokens is written before it attends, and `truncate` can go back by the same number
   of tokens.
+- A prefix for a draft head keeps the features of all its tokens, because a prompt may share any part of it,
+  and the next token needs the features of the token before. These are X numbers a token, for most heads D.
 - Quantized keys are stored without the model's bias, which is added when a block is read. So a large bias
   costs no precision. The bias stays in keys that a norm follows, or whose RoPE frequencies may still change.
 """

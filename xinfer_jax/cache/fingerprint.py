@@ -54,6 +54,21 @@ def _config(config: ModelConfig) -> str:
     return json.dumps(fields(dataclasses.replace(config, rope=rope)), sort_keys=True, default=fields)
 
 
+def head_fingerprint(head: Any, params: Params) -> str:
+    """Returns a hash of a draft head, as `fingerprint` returns one of a model. It leaves out the target.
+
+    Args:
+        head: a `DraftHead`.
+        params: its own parameters.
+    """
+    own = {
+        f.name: getattr(head, f.name) for f in dataclasses.fields(head) if f.name not in ("config", "target")
+    }
+    text = json.dumps(own, sort_keys=True, default=str)
+    whole = f"{head.kind}{text}{_config(head.config)}{tree_fingerprint(params)}"
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
 def tree_fingerprint(params: Params) -> str:
     """Returns a hash of the parameters alone."""
     leaves, tree = jax.tree.flatten(params)

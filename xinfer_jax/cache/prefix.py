@@ -9,6 +9,7 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_token_counts
 from ..weights.params import Params
+from .draft_prefix import DraftPrefix
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, expected_fits
 from .stored_kv import cache_dtype_of, resolve_cache_dtype
@@ -31,12 +32,14 @@ class Prefix:
             does not.
         model: the `fingerprint` of the model that computed the cache. None: not checked.
         factors: the longrope factors that rotated the keys. `()` for other models.
+        draft: the data of the draft head of the call. None: no head drafted.
     """
 
     tokens: list[list[int]]
     cache: KVCache
     model: str | None = None
     factors: tuple[float, ...] = ()
+    draft: DraftPrefix | None = None
 
     def __repr__(self) -> str:
         return f"Prefix({format_token_counts(self.tokens, 'row')}, {self.cache!r})"
@@ -45,7 +48,8 @@ class Prefix:
         """Returns the number of tokens at the start of each prompt that the cache has, int32 [B].
 
         It is at most the length of the prompt minus 1, since a call needs the logits of the last token. It is
-        0 if a ring has lost keys that the next token sees, or if a recurrent state includes more tokens.
+        0 if a ring has lost keys that the next token sees, or if a recurrent state includes more tokens. The
+        cache of a draft head counts too.
 
         Args:
             prompts: the token ids of each row.
@@ -63,7 +67,10 @@ class Prefix:
             return next((i for i in range(limit) if cached[i] != prompt[i]), limit)
 
         shared_B = _pad_rows(self.cache, map(common, self.tokens, prompts))
-        return np.where(can_truncate(self.cache, shared_B), shared_B, 0)[: len(prompts)]
+        for cache in (self.cache, self.draft and self.draft.cache):
+            if cache is not None:
+                shared_B = np.where(can_truncate(cache, shared_B), shared_B, 0)
+        return shared_B[: len(prompts)]
 
     def check_call(self, prompts: _Rows, capacity: int | None, dtype: str | None) -> None:
         """Raises `InputError` if these prompts, or a cache of this capacity and dtype, do not fit."""
@@ -77,21 +84,34 @@ class Prefix:
         if named not in (None, cache.dtype):
             raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
 
-    def usable(self, params: Params, config: ModelConfig) -> "Prefix":
+    def usable(self, params: Params, config: ModelConfig, keeps_draft: bool = False) -> "Prefix":
         """Returns this prefix, or an empty one if other longrope factors than the factors of the call rotated
         its keys.
 
         Args:
             params: the parameter tree of the model.
             config: the config of the model, with fixed factors.
+            keeps_draft: False leaves out the data of a draft head.
 
         Raises:
             InputError: `check` raises it.
         """
         self.check(params, config)
+        draft = self.draft if keeps_draft else None
         if self.factors == config.rope.short_factor:
-            return self
-        return dataclasses.replace(self, tokens=[[] for _ in self.tokens], cache=truncate(self.cache, 0))
+            return dataclasses.replace(self, draft=draft)
+        cache = truncate(self.cache, 0)
+        draft = draft and draft.emptied()
+        return dataclasses.replace(self, tokens=[[] for _ in self.tokens], cache=cache, draft=draft)
+
+    def check_draft(self, model: str) -> None:
+        """Raises `InputError` if the prefix lacks the data of the draft head of this `head_fingerprint`."""
+        if self.draft is None or self.draft.model != model:
+            found = "no data of a draft head" if self.draft is None else "data of another draft head"
+            raise InputError(
+                f"the prefix has {found}: make it by a call with keep_prefix=True and the same draft, or"
+                " leave out draft"
+            )
 
     def check(self, params: Params, config: ModelConfig) -> None:
         """Raises `InputError` if another model computed the prefix, or if its tokens do not match its cache's

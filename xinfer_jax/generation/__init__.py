@@ -14,7 +14,8 @@ Reading order:
   makes one program of the whole model. `executor_choice` chooses an executor.
 - `strategies` defines a decoding strategy, and has the plain one. `speculation` and `beam_steps` are the
   other strategies. All are written over an executor.
-- `proposers` are the sources of draft tokens: functions, draft models and draft heads. `drafting` has the
+- `proposers` are the sources of draft tokens: functions, draft models and draft heads. `draft_sources` checks
+  the argument `draft`, and `drafting` has the
   proposer of a call, and `head_prefill` lets a draft head read the prompts.
 - `functional` has `prefill`, `decode_step` and `decode_loop`.
 - `rollouts` makes rows for training, `beams` has `beam_search`, and `scoring` has `score` (with `scores` and

@@ -99,18 +99,17 @@ class BatchGenerator:
         return executor, traced if self._decodes_whole and options.use_cache else executor
 
     def _new_caches(self) -> tuple[Any, Any]:
-        """Returns the cache, with the prefix, and the draft model's cache, if there is one."""
+        """Returns the cache, with the prefix, and the caches of the proposer, if there is one."""
         call = self._call
         if not call.options.use_cache:
             return None, None
         if prefix := call.options.prefix:
             from ..cache.truncation import truncate  # optional: prefixes
 
-            cache = truncate(prefix.cache, self._num_cached_B)
-            cache = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, cache.layers))
+            cache = jax.tree.map(jnp.copy, truncate(prefix.cache, self._num_cached_B))
         else:
             cache = new_cache(call, call.params, call.config, call.capacity, call.prompt_rows)
-        return cache, self._drafting and self._drafting.new_cache()
+        return cache, self._drafting and self._drafting.new_caches(self._num_cached_B)
 
     def precompile(self) -> tuple[Compilation, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
@@ -141,7 +140,7 @@ class BatchGenerator:
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
         widths = [self._executor.prefill_width(tokens, call.prompt_rows) for tokens in longest]
-        kinds = self._decodes_whole, call.greedy, options.max_tokens > 1
+        kinds = self._decodes_whole, call.greedy, options.max_tokens > 1, options.keep_prefix
         return self._strategy, call.answers, *kinds, *sizes, options.impl, *widths, arrays
 
     def start(self) -> None:
@@ -233,25 +232,26 @@ class BatchGenerator:
         rows = zip(column, self.generated.count_B, strict=True)
         return [token if step < n else None for token, n in rows]
 
-    def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
+    def _prefill(self, executor: Executor, cache: Any, draft_caches: Any) -> list[Any]:
         """Returns the outputs of the last tokens of the rows that answer, and the parts of the carry other
         than the state.
         """
-        unread = None
+        draft_cache = unread = features = None
         args = self._model, self._tokens, cache
         if self._drafting is None:
             outputs, cache, *_ = executor.prefill(*args)
         else:
-            outputs, cache, draft_cache, unread = self._drafting.prefill(executor, *args, draft_cache)
+            found = self._drafting.prefill(executor, *args, draft_caches)
+            outputs, cache, draft_cache, unread, features = found
         if self._call.answers > 1:
-            outputs, unread = executor.run(_PICK, (outputs, unread), self._prompt_R)
+            outputs, unread, features = executor.run(_PICK, (outputs, unread, features), self._prompt_R)
             cache, draft_cache = (
                 x if x is None else executor.reorder(x, self._prompt_R) for x in (cache, draft_cache)
             )
         self._unread = unread
         if self._drafting is None:
             return [outputs, cache]
-        return [outputs, *self._drafting.start(executor, cache, draft_cache)]
+        return [outputs, *self._drafting.start(executor, cache, draft_cache, features)]
 
     def _sample(self, executor: Executor, outputs: Any) -> DecodeState:
         state = dataclasses.replace(self._state, unread=self._unread)
@@ -309,6 +309,8 @@ class BatchGenerator:
             from ..cache.prefix import make_prefix  # optional: prefixes
 
             out.prefix = make_prefix(call.params, call.config, self._row_prompts, rows, self._cache)
+            if self._drafting is not None:
+                out.prefix = self._drafting.add_to_prefix(out.prefix, self._state, self._rest[1])
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 

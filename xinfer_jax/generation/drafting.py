@@ -6,28 +6,28 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ..cache.draft_prefix import DraftPrefix, FeatureRows
+from ..cache.fingerprint import head_fingerprint
 from ..cache.kv_cache import KVCache
-from ..cache.stored_kv import check_head_dim
-from ..config.model_config import ModelConfig, with_fixed_rope
-from ..config.unsupported import check_supported
-from ..draft_heads.draft import Draft
-from ..draft_heads.draft_head import DraftHead
-from ..errors import ContextLengthError, InputError, format_value
+from ..cache.prefix import Prefix
+from ..cache.truncation import truncate
+from ..config.model_config import with_fixed_rope
+from ..config.run_config import RunConfig
+from ..errors import ContextLengthError
 from ..model.extras import NO_EXTRAS
+from ..ops.operation import over_any_mesh
 from ..stats import GenerateStats
+from ..weights.params import activation_dtype
 from .batch_arrays import new_cache, pad_prompts
-from .executor import Executor, PaddedTokens, RunnableModel, prefill_chunk_size
-from .head_prefill import BoundHead, bound_head, prefill_with_head
-from .proposers import (
-    FunctionProposer,
-    HeadProposer,
-    ModelProposer,
-    Proposer,
-    check_draft_function,
-    prompt_lookup,
-)
+from .draft_sources import DraftSource, PrefillSizes, checked_draft, chunk_of_caches, with_draft_slots
+from .executor import Executor, PaddedTokens, RunnableModel, inline
+from .head_prefill import BoundHead, Prefilled
+from .loop import TracedExecutor
+from .options import GenerateOptions
+from .proposers import check_draft_function
 from .speculation import SpeculationState, Speculative, propose
 from .state import DecodeState
 from .validation import ValidatedCall
@@ -44,56 +44,55 @@ class Drafting:
 
     def __init__(self, call: ValidatedCall):
         self._call = call
-        draft: Any = call.options.draft
-        self.head: DraftHead | None = None
-        self._config: ModelConfig | None = None
-        self._params: Any = None
-        proposer: Proposer
-        if isinstance(draft, BoundHead):
-            self.head = draft.head
-            self._config = draft.head.config
-            self._params = draft.params
-            proposer = HeadProposer(draft.head)
-        elif hasattr(draft, "params"):
-            self._config = draft.config
-            self._params = draft.params
-            proposer = ModelProposer(draft.config)
-        else:
-            proposer = FunctionProposer(prompt_lookup if isinstance(draft, str) else draft)
-        self.constants = call.params, NO_EXTRAS, self._params
-        self.strategy = Speculative(call.config, proposer, call.num_draft_tokens)
+        self._source = DraftSource.of_draft(call.options.draft)
+        self.head = self._source.head
+        self.constants = call.params, NO_EXTRAS, self._source.params
+        self.strategy = Speculative(call.config, self._source.proposer, call.num_draft_tokens)
 
     @staticmethod
-    def check(call: ValidatedCall) -> Any:
-        """Returns the draft of a call. A draft model with longrope gets the factors of the longest sequence
-        from the start: its tokens are only proposals, so the result stays.
+    def check(call: ValidatedCall) -> GenerateOptions:
+        """Returns the options of a call with its draft, checked, and with the part of its prefix for the
+        draft.
         """
-        draft: Any = call.options.draft
-        if isinstance(draft, str) and draft == "lookup":
-            return draft
-        if isinstance(draft, Draft) or isinstance(draft, str) and draft == "mtp":
-            return bound_head(draft, call.params, call.config, call.num_draft_tokens)
-        if callable(draft):
-            check_draft_function(draft, call.num_draft_tokens, call.rows, call.history_size)
-            return draft
-        if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
-            allowed = "a model from load_model, a head from load_draft, 'lookup', 'mtp', or a function"
-            raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
-        return _check_model(draft, call)
+        options = call.options
+        draft = _check(call)
+        prefix: Any = options.prefix
+        if prefix and isinstance(draft, BoundHead):
+            prefix.check_draft(head_fingerprint(draft.head, draft.params))
+        elif prefix:
+            prefix = dataclasses.replace(prefix, draft=None)
+        return dataclasses.replace(options, draft=draft, prefix=prefix)
 
-    def new_cache(self) -> KVCache | None:
-        """Returns an empty cache for the draft model or head, or None without one."""
+    def new_caches(self, num_cached_B: np.ndarray) -> tuple[KVCache | None, FeatureRows | None]:
+        """Returns a cache for the draft model or head, or None without one, and the features of a head, or
+        None if the call has no prefixes. num_cached_B: the tokens of each prompt in the prefix.
+        """
         call = self._call
-        config = self._config
-        if config is None or self.head and not self.head.has_cache:
-            return None
-        capacity = min(call.capacity, config.context_length)  # draft tokens beyond are dropped
-        params = call.params if self.head else self._params
-        return new_cache(call, params, config, capacity, call.prompt_rows)
+        config: Any = self._source.config
+        options = call.options
+        prefix: DraftPrefix | None = options.prefix and options.prefix.draft
+        cache = features = None
+        if prefix is not None:  # the call copies the prefix, because its loops reuse the memory
+            features = jax.tree.map(jnp.copy, prefix.features)
+        elif self.head and options.keep_prefix:
+            sizes = call.prompt_rows, call.capacity, self.head.feature_size
+            features = FeatureRows.empty(*sizes, activation_dtype(call.params))
+        if prefix is not None and prefix.cache is not None:
+            cache = jax.tree.map(jnp.copy, truncate(prefix.cache, num_cached_B))
+        elif self._source.has_cache:
+            capacity = min(call.capacity, config.context_length)  # draft tokens beyond are dropped
+            params = call.params if self.head else self._source.params
+            cache = new_cache(call, params, config, capacity, call.prompt_rows)
+        return cache, features
 
     def prefill(
-        self, executor: Executor, model: RunnableModel, tokens: PaddedTokens, cache: KVCache, draft_cache: Any
-    ) -> tuple[Any, KVCache, Any, Any]:
+        self,
+        executor: Executor,
+        model: RunnableModel,
+        tokens: PaddedTokens,
+        cache: KVCache,
+        draft_caches: Any,
+    ) -> Prefilled:
         """Prefills the prompts.
 
         Args:
@@ -101,25 +100,32 @@ class Drafting:
             model: the model of the call.
             tokens: the tokens of the prompts that its cache lacks.
             cache: its cache.
-            draft_cache: the result of `new_cache`.
-
-        Returns:
-            The outputs of the last tokens, the cache, the cache of the proposer, and `DecodeState.unread`.
+            draft_caches: the result of `new_caches`.
         """
-        if self.head:
-            static = self.head, model.config, prefill_chunk_size(cache), 1 + self._call.num_draft_tokens
-            params = model.params, model.extras
-            args = params, self._params, tokens
-            return executor.run_steps(prefill_with_head, static, (cache, draft_cache), args)
-        outputs, cache, *_ = executor.prefill(model, tokens, cache)
-        if draft_cache is not None:
-            own: Any = self._config
-            whole = pad_prompts(self._call.prompts, draft_cache.capacity, self._call.prompt_rows)
-            draft_cache = executor.prefill(RunnableModel(self._params, own), whole, draft_cache).cache
-        return outputs, cache, draft_cache, None
+        call = self._call
+        draft_cache, features = draft_caches
+        whole = None
+        if not self.head and draft_cache is not None:
+            whole = pad_prompts(call.prompts, draft_cache.capacity, call.prompt_rows)
+        sizes = PrefillSizes(chunk_of_caches(cache, draft_cache), 1 + call.num_draft_tokens, whole)
+        return self._source.prefill(executor, model, tokens, (cache, draft_cache, features), sizes)
+
+    def add_to_prefix(self, prefix: Prefix, state: DecodeState, drafts: SpeculationState) -> Prefix:
+        """Returns the prefix after a call with the data of the draft head, if there is one."""
+        if self.head is None:
+            return prefix
+        source = self._source
+        cache = drafts.cache
+        if cache is not None:
+            own = source.params, self._call.params
+            cache = _READ(source.proposer, own, state, cache, RunConfig(self._call.options.impl))
+            cache = dataclasses.replace(cache, length_B=prefix.cache.length_B)
+        features: Any = drafts.features
+        model = head_fingerprint(self.head, source.params)
+        return dataclasses.replace(prefix, draft=DraftPrefix(model, cache, features))
 
     def start(
-        self, executor: Executor, cache: Any, draft_cache: KVCache | None
+        self, executor: Executor, cache: Any, draft_cache: KVCache | None, features: FeatureRows | None
     ) -> tuple[Any, SpeculationState]:
         """Returns the model's cache with space for draft tokens, and the other parts of the strategy's
         carry.
@@ -127,7 +133,7 @@ class Drafting:
         call = self._call
         if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
-        return cache, SpeculationState.of_rows(call.rows, call.num_draft_tokens, draft_cache)
+        return cache, SpeculationState.of_rows(call.rows, call.num_draft_tokens, draft_cache, features)
 
     def propose(
         self, executor: Executor, constants: tuple, state: DecodeState, rest: list[Any]
@@ -149,28 +155,30 @@ class Drafting:
         stats.acceptance = (accepted_RT.sum(1) / possible_R).tolist()
 
 
-def _check_model(draft: Any, call: ValidatedCall) -> Any:
-    config = draft.config
+def _check(call: ValidatedCall) -> Any:
+    """Returns the draft of a call. A draft model with longrope gets the factors of the longest sequence from
+    the start: its tokens are only proposals, so the result stays.
+    """
+    options = call.options
+    size = call.num_draft_tokens
+    draft = checked_draft(options.draft, call.params, call.config, size, options.cache_dtype)
+    if callable(draft):
+        check_draft_function(draft, size, call.rows, call.history_size)
+    if isinstance(draft, str | BoundHead) or callable(draft):
+        return draft
     longest = call.longest
-    new = call.options.max_tokens
-    remedy = "its state cannot go back from rejected tokens: give another draft model, or 'lookup'"
-    check_supported(config, "draft model", "a draft model is", remedy)
-    if config.vocab_size != call.config.vocab_size:
-        own = call.config.vocab_size
-        raise InputError(f"the draft's vocabulary of {config.vocab_size} is not the model's of {own}")
-    for width in config.head_widths:
-        check_head_dim(width, call.options.cache_dtype)
-    if config.context_length < longest + new:
+    new = options.max_tokens
+    if draft.config.context_length < longest + new:
         need = f"prompt of {longest} tokens + max_tokens {new}"
-        raise ContextLengthError(f"{need} exceeds the draft's context limit {config.context_length}")
-    fixed = with_fixed_rope(config, longest + new, longest + new)
-    return draft if fixed is config else dataclasses.replace(draft, config=fixed)
+        raise ContextLengthError(f"{need} exceeds the draft's context limit {draft.config.context_length}")
+    fixed = with_fixed_rope(draft.config, longest + new, longest + new)
+    return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
 
 
-def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """Returns a cache whose rows can go back by as many tokens as one call of `tokens` appends."""
-    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=layers)
+@over_any_mesh
+def _read(proposer, params, state, cache, run_config):
+    return proposer.read(TracedExecutor(run_config, inline), params, state, cache)
 
 
+_READ = jax.jit(_read, static_argnames=("proposer", "run_config"))
 _ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")

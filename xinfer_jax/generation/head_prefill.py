@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..cache.draft_prefix import FeatureRows
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..draft_heads.draft import Draft, bind_draft
@@ -63,7 +64,8 @@ class Prefilled(NamedTuple):
     outputs: Any  # logits [B, V] after the last token of each row
     cache: KVCache
     head_cache: KVCache | None
-    unread: UnreadFeatures
+    unread: UnreadFeatures | None  # None: no head drafts
+    features: FeatureRows | None  # None: they are not kept
 
 
 class ReadChunk(NamedTuple):
@@ -105,12 +107,13 @@ def read_chunk(
 
 
 def prefill_with_head(executor: Executor, static: tuple, caches: tuple, args: tuple) -> Prefilled:
-    """Prefills prompts into the empty caches of the target and a head, in chunks.
+    """Prefills prompts, or the rest of prompts, in chunks.
 
     Args:
         executor: the executor of a trace.
         static: the head, the config of the target, the tokens of a chunk, and the most unread tokens.
-        caches: the caches of the target and of the head.
+        caches: the caches of the target and of the head, and `FeatureRows` with the features of the tokens in
+            them. If the latter are None, features are not kept, and the caches are empty.
         args: the parameters and extras of the target, the parameters of the head, and the tokens.
     """
     head, config, chunk, most_unread = static
@@ -122,22 +125,26 @@ def prefill_with_head(executor: Executor, static: tuple, caches: tuple, args: tu
     tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
 
     def body(i: Any, carry: tuple) -> tuple:
-        last_BD, features_BX, *caches = carry
+        last_BD, features_BX, cache, head_cache, kept = carry
+        start_B = cache.length_B
         part_BT = lax.dynamic_slice_in_dim(tokens_BT, i * chunk, chunk, 1)
         count_B = jnp.clip(num_tokens_B - i * chunk, 0, chunk)
-        found = read(Inputs(part_BT, count_B), features_BX, tuple(caches))
+        found = read(Inputs(part_BT, count_B), features_BX, (cache, head_cache))
+        kept = kept and kept.record(found.features_BTX, start_B, count_B)
         has_tokens_B1 = (count_B > 0)[:, None]
         last_BD = jnp.where(has_tokens_B1, last_hidden(found.hidden_BTD, count_B), last_BD)
         features_BX = jnp.where(has_tokens_B1, last_hidden(found.features_BTX, count_B), features_BX)
-        return last_BD, features_BX, found.cache, found.head_cache
+        return last_BD, features_BX, found.cache, found.head_cache, kept
 
     dtype = activation_dtype(params)
     states_BD = jnp.zeros((B, config.hidden_size), dtype)
+    cache, _, kept = caches
     features_BX = jnp.zeros((B, head.feature_size), dtype)
+    features_BX = features_BX if kept is None else kept.before(cache.length_B).astype(dtype)
     carry = states_BD, features_BX, *caches
     chunks = -(-jnp.max(num_tokens_B) // chunk)
     carry = body(0, carry) if tokens_BT.shape[1] == chunk else lax.fori_loop(0, chunks, body, carry)
-    last_BD, features_BX, cache, head_cache = carry
+    last_BD, features_BX, cache, head_cache, kept = carry
     unread_BTX = jnp.pad(features_BX[:, None], ((0, 0), (0, most_unread - 1), (0, 0)))
     unread = UnreadFeatures(unread_BTX, jnp.ones(B, jnp.int32))
-    return Prefilled(head_logits(params, config, last_BD), cache, head_cache, unread)
+    return Prefilled(head_logits(params, config, last_BD), cache, head_cache, unread, kept)

@@ -122,17 +122,12 @@ class HeadProposer(Proposer):
     def propose(self, executor, params, state, caches, count):
         head_cache, target_cache = caches
         run_config = head_run_config(executor.run_config)
-        features_BTX, count_B = state.unread
-        first_B = state.position_B - count_B
-        index_BT = first_B[:, None] + jnp.arange(features_BTX.shape[1])
-        tokens_BT = jnp.take_along_axis(state.context.history_BS, jnp.maximum(index_BT, 0), 1, mode="clip")
-        unread = UnreadTokens(tokens_BT, features_BTX, jnp.where(state.active_B, count_B, 0))
+        read_B = jnp.where(state.active_B, state.unread.count_B, 0)
+        unread, head_cache = _unread_tokens(state, head_cache, read_B)
         params = HeadParams(*params)
-        if head_cache is not None:
-            head_cache = truncate(head_cache, jnp.maximum(first_B, 0))
         if not count:
             cache = head_cache and self.head.read(params, unread, head_cache, run_config)
-            return jnp.zeros((len(first_B), 0), jnp.int32), cache
+            return jnp.zeros((len(read_B), 0), jnp.int32), cache
 
         def sample(logits_BV, context):
             token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
@@ -141,9 +136,31 @@ class HeadProposer(Proposer):
         call = DraftCall(unread, head_cache, target_cache, state.context, sample, run_config)
         return self.head.draft(params, call, count)
 
+    def read(
+        self, executor: Executor, params: tuple[Any, Any], state: DecodeState, head_cache: KVCache
+    ) -> KVCache:
+        """Returns the head's cache with the unread tokens except the last one, also of rows that have ended.
+        So it has as many tokens as the cache of the target.
+        """
+        unread, head_cache = _unread_tokens(state, head_cache, state.unread.count_B - 1)
+        return self.head.read(HeadParams(*params), unread, head_cache, head_run_config(executor.run_config))
+
     def features(self, params, verified):
         reads = tuple(verified.reads[layer] for layer in self.head.taps)
         return self.head.features(HeadParams(*params), verified.hidden_BTD, reads)
+
+
+def _unread_tokens(
+    state: DecodeState, head_cache: KVCache | None, count_B: jax.Array
+) -> tuple[UnreadTokens, KVCache | None]:
+    """Returns the first `count_B` unread tokens of each row, and the head's cache with the tokens before."""
+    unread: Any = state.unread
+    first_B = state.position_B - unread.count_B
+    index_BT = first_B[:, None] + jnp.arange(unread.features_BTX.shape[1])
+    tokens_BT = jnp.take_along_axis(state.context.history_BS, jnp.maximum(index_BT, 0), 1, mode="clip")
+    if head_cache is not None:
+        head_cache = truncate(head_cache, jnp.maximum(first_B, 0))
+    return UnreadTokens(tokens_BT, unread.features_BTX, count_B), head_cache
 
 
 def unread_features(features_BTX: jax.Array, count_B: Any, old: UnreadFeatures) -> UnreadFeatures:

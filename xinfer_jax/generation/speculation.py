@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..cache.draft_prefix import FeatureRows
 from ..cache.kv_cache import KVCache, without_layers
 from ..cache.paged import FeaturePages
 from ..cache.truncation import truncate
@@ -37,7 +38,8 @@ class SpeculationState:
     cache: KVCache | None  # of the draft model or head; None: the proposer has none
     passes_B: jax.Array  # int32: forward passes of the model that each row took part in
     accepted_BT: jax.Array  # int32: how often the draft token at each place of a step was accepted
-    features: FeaturePages | None = None  # for a head, if there are pages
+    # For a head, if there are pages, or if the call keeps a prefix.
+    features: FeaturePages | FeatureRows | None = None
     # int32: draft tokens of a head that the host knows before the step, for its masks; -1: none.
     proposed_BT: Any = None
 

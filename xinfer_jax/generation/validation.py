@@ -159,7 +159,9 @@ def validate_call(
         key = key_from_seed(0)
     config = with_fixed_rope(config, shortest, longest + options.max_tokens)
     if options.prefix is not None:
-        options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
+        options = dataclasses.replace(
+            options, prefix=options.prefix.usable(params, config, options.draft is not None)
+        )
     key = check_key(key, len(prompts))
     callers = None
     if options.processors is not None:
@@ -172,7 +174,7 @@ def validate_call(
         return call
     from .drafting import Drafting  # optional: speculative decoding
 
-    return dataclasses.replace(call, options=dataclasses.replace(options, draft=Drafting.check(call)))
+    return dataclasses.replace(call, options=Drafting.check(call))
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
