@@ -1,10 +1,12 @@
-"""Prefixes in safetensors files: the used keys and values. The metadata has their tokens and model."""
+"""Prefixes in safetensors files: the used keys and values, and the data of a draft head. The metadata has
+their tokens and model.
+"""
 
 import dataclasses
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,19 @@ from ..errors import InputError, format_value
 from ..modes import in_default_modes
 from ..old_names import check_order
 from ..weights.params import Params
-from .fingerprint import fingerprint
+from .draft_prefix import DraftPrefix, FeatureRows
+from .fingerprint import fingerprint, head_fingerprint
 from .kv_cache import KVCache, init_cache
 from .prefix import Prefix
 from .stored_kv import quantized_dtype
 
+if TYPE_CHECKING:
+    from ..draft_heads.draft import Draft
+
 _FORMAT = 6  # earlier ones have a fingerprint of another config
+_OF_HEAD = "draft."  # names of the tensors of a draft head; metadata["draft"] describes them
+_FEATURES = "draft.features"
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @in_default_modes
@@ -34,7 +43,8 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
     Args:
         params: the parameter tree of the model that computed the prefix.
         config: the config of this model.
-        prefix: a `Prefix`, from `generate` with `keep_prefix=True`.
+        prefix: a `Prefix`, from `generate` with `keep_prefix=True`. If a draft head drafted in that call, the
+            file has the head's data too.
         path: the file to write.
 
     Raises:
@@ -48,15 +58,12 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
         raise InputError(
             "the prefix does not say which longrope factors rotated its keys: give Prefix its factors"
         )
-    cache = prefix.cache
-    rows = len(prefix.tokens)
-    reached = None if cache.reached_B is None else cache.reached_B.tolist()[:rows]
     tokens = [list(map(int, row)) for row in prefix.tokens]
-    used = jax.tree.leaves(_used_arrays(cache, tokens, reached))
-    leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in used)
-    tensors = {f"{i}": x.view(_file_dtype(x.dtype)) for i, x in enumerate(leaves)}
-    shape = dict(dtype=cache.dtype, capacity=cache.capacity, reached=reached, factors=prefix.factors)
-    about = json.dumps(dict(format=_FORMAT, tokens=tokens) | shape)
+    settings, tensors = _cache_to_file(prefix.cache, tokens)
+    if prefix.draft is not None:
+        settings["draft"], of_head = _draft_to_file(prefix.draft, tokens)
+        tensors |= of_head
+    about = json.dumps(dict(format=_FORMAT, tokens=tokens, factors=prefix.factors) | settings)
     try:
         save_file(tensors, path, metadata={"xinfer_jax": about, "model": fingerprint(params, config)})
     except (OSError, safetensors.SafetensorError) as error:
@@ -64,7 +71,13 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
 
 
 @in_default_modes
-def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity: int | None = None) -> Prefix:
+def load_prefix(
+    params: Params,
+    config: ModelConfig,
+    path: str | Path,
+    capacity: int | None = None,
+    draft: "Draft | Literal['mtp'] | None" = None,
+) -> Prefix:
     """Reads a prefix from a file that `save_prefix` wrote, for `GenerateOptions(prefix=…)`.
 
     Args:
@@ -73,6 +86,8 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
         path: the file.
         capacity: the most tokens that a row of the cache can hold, at most the context length. None takes the
             saved capacity.
+        draft: the draft head of your calls with the prefix: "mtp" for the head of the model, or a `Draft`.
+            None leaves out the data of a draft head.
 
     Returns:
         A `Prefix`.
@@ -80,6 +95,7 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
     Raises:
         InputError: the file does not exist or is damaged, an older version or another model wrote it, or the
             prefix exceeds the capacity.
+        InputError: the file has no data of this draft head.
     """
     check_order("load_prefix(params, config, path)", params, path)
     check_config(config)
@@ -95,27 +111,14 @@ def load_prefix(params: Params, config: ModelConfig, path: str | Path, capacity:
             fixed = dataclasses.replace(config.rope, short_factor=factors, long_factor=factors)
             config = dataclasses.replace(config, rope=fixed)
             # A file may ask for any capacity; no call can use more than the context limit.
-            saved_capacity = min(saved["capacity"], config.context_length)
-            new = partial(init_cache, config, len(saved["tokens"]), dtype=saved["dtype"])
-            k, v = _tensors(path, file, jax.eval_shape(lambda: new(capacity=saved_capacity)), saved)
+            capacity = capacity or min(saved["capacity"], config.context_length)
+            cache = _cache_from_file(path, file, config, saved, capacity)
+            of_head = None
+            if draft is not None:
+                of_head = _draft_from_file(path, file, draft, (params, config), saved, capacity)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    capacity = saved_capacity if capacity is None else capacity
-    used = _num_used(saved["tokens"], saved["reached"])
-    if used > capacity:
-        raise InputError(
-            f"{path} needs slots for {used} tokens, more than the capacity {capacity}: raise capacity"
-        )
-
-    empty = jax.eval_shape(lambda: new(capacity=capacity))
-    try:
-        layers = tuple(layer.fill(*kv) for layer, *kv in zip(empty.layers, k, v, strict=True))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        raise InputError(f"{path} does not fit in memory with a capacity of {capacity}: lower it") from error
-    length_B = jnp.array([len(row) for row in saved["tokens"]], jnp.int32)
-    reached_B = None if empty.reached_B is None else jnp.array(saved["reached"] or length_B, jnp.int32)
-    cache = KVCache(layers, length_B, jnp.zeros(len(length_B), bool), reached_B)
-    return Prefix(saved["tokens"], cache, fingerprint(params, config), factors)
+    return Prefix(saved["tokens"], cache, fingerprint(params, config), factors, of_head)
 
 
 def _metadata(path: Any, metadata: dict[str, str], params: Params, config: ModelConfig) -> dict[str, Any]:
@@ -133,54 +136,156 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
             f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, in another"
             " format: prefill again and save it again"
         )
-    tokens: Any = saved.get("tokens")
-    capacity: Any = saved.get("capacity")
-    reached: Any = saved.get("reached")
-    dtype: Any = saved.get("dtype")
-    last = config.vocab_size - 1
-    is_tokens = isinstance(tokens, list) and all(_are_integers(row, 0, last) for row in tokens)
-    lengths = list(map(len, tokens)) if is_tokens else []
-    is_capacity = _are_integers([capacity], max(lengths, default=1), None)
-    is_reached = _are_integers(reached, 0, capacity if is_capacity else None)
-    is_reached = is_reached and len(reached) == len(lengths)
-    is_reached = is_reached and all(n <= most for n, most in zip(lengths, reached, strict=True))
-    valid = {
-        "tokens": max(lengths, default=0) > 0,
-        "capacity": is_capacity,
-        "dtype": dtype in ("float32", "bfloat16", "float16") or quantized_dtype(dtype) is not None,
-        "reached": "reached" in saved and reached is None or is_reached,
-        "factors": isinstance(saved.get("factors"), list),
-    }
-    if damaged := [name for name, is_valid in valid.items() if not is_valid]:
-        name = damaged[0]
-        raise InputError(f"{path} is damaged, its {name} cannot be {saved.get(name)!r:.60}: save it again")
+    _check_settings(path, saved, config)
     same_model = metadata.get("model") == fingerprint(params, config)
     if not same_model or tuple(saved["factors"]) not in _factors(config):
         raise InputError(f"{path} was saved with another model: load that one, or prefill again")
     return saved
 
 
-def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) -> Any:
+def _check_settings(path: Any, saved: dict[str, Any], config: ModelConfig) -> None:
+    """Raises InputError if the metadata of a file is damaged."""
+    tokens: Any = saved.get("tokens")
+    last = config.vocab_size - 1
+    is_tokens = isinstance(tokens, list) and all(_are_integers(row, 0, last) for row in tokens)
+    lengths = list(map(len, tokens)) if is_tokens else []
+    valid = dict(tokens=max(lengths, default=0) > 0) | _valid_settings(saved, lengths)
+    valid["factors"] = isinstance(saved.get("factors"), list)
+    of_head = saved.get("draft")
+    if of_head is not None:
+        valid["draft"] = isinstance(of_head, dict) and isinstance(of_head.get("model"), str)
+        valid["draft"] = valid["draft"] and of_head.get("features") in _FLOATS
+        has_cache = valid["draft"] and "dtype" in of_head
+        if has_cache:
+            valid["draft"] = all(_valid_settings(of_head, [0 for _ in lengths]).values())
+    if damaged := [name for name, is_valid in valid.items() if not is_valid]:
+        name = damaged[0]
+        raise InputError(f"{path} is damaged, its {name} cannot be {saved.get(name)!r:.60}: save it again")
+
+
+def _valid_settings(saved: dict[str, Any], lengths: list[int]) -> dict[str, bool]:
+    """Returns which settings of a cache are valid. lengths: of the rows."""
+    capacity: Any = saved.get("capacity")
+    reached: Any = saved.get("reached")
+    dtype: Any = saved.get("dtype")
+    is_capacity = _are_integers([capacity], max(lengths, default=1), None)
+    is_reached = _are_integers(reached, 0, capacity if is_capacity else None)
+    is_reached = is_reached and len(reached) == len(lengths)
+    is_reached = is_reached and all(n <= most for n, most in zip(lengths, reached, strict=True))
+    return dict(
+        capacity=is_capacity,
+        dtype=dtype in _FLOATS or quantized_dtype(dtype) is not None,
+        reached="reached" in saved and reached is None or is_reached,
+    )
+
+
+def _cache_to_file(cache: KVCache, tokens: list[list[int]], name: str = "") -> tuple[dict, dict]:
+    """Returns the settings and the tensors of a cache. name: the beginning of their names."""
+    rows = len(tokens)
+    reached = None if cache.reached_B is None else cache.reached_B.tolist()[:rows]
+    used = jax.tree.leaves(_used_arrays(cache, tokens, reached))
+    tensors = {f"{name}{i}": _to_file(x, rows) for i, x in enumerate(used)}
+    return dict(dtype=cache.dtype, capacity=cache.capacity, reached=reached), tensors
+
+
+def _to_file(array: Any, rows: int) -> np.ndarray:
+    array = np.ascontiguousarray(array)[:rows]
+    return array.view(_file_dtype(array.dtype))
+
+
+def _draft_to_file(draft: DraftPrefix, tokens: list[list[int]]) -> tuple[dict, dict]:
+    """Returns the settings and the tensors of the data of a draft head."""
+    features = np.asarray(draft.features.features_BSX)[:, : _num_used(tokens, None)]
+    settings: dict = dict(model=draft.model, features=features.dtype.name)
+    tensors = {_FEATURES: _to_file(features, len(tokens))}
+    if draft.cache is None:
+        return settings, tensors
+    of_cache, cached = _cache_to_file(draft.cache, _cut(tokens, draft.cache.capacity), _OF_HEAD)
+    return settings | of_cache, tensors | cached
+
+
+def _cut(tokens: list[list[int]], capacity: int) -> list[list[int]]:
+    """Returns the tokens that fit the cache of a head, whose context may be shorter than the target's."""
+    return [row[:capacity] for row in tokens]
+
+
+def _cache_from_file(
+    path: str | Path, file: Any, config: ModelConfig, saved: dict[str, Any], capacity: int, name: str = ""
+) -> KVCache:
+    """Returns the cache of a file. saved: its settings and the tokens. name: the beginning of the names of
+    its tensors.
+    """
+    tokens = saved["tokens"]
+    new = partial(init_cache, config, len(tokens), dtype=saved["dtype"])
+    own_capacity = min(saved["capacity"], config.context_length)
+    k, v = _tensors(path, file, jax.eval_shape(lambda: new(capacity=own_capacity)), saved, name)
+    used = _num_used(tokens, saved["reached"])
+    if used > capacity:
+        raise InputError(
+            f"{path} needs slots for {used} tokens, more than the capacity {capacity}: raise capacity"
+        )
+
+    empty = jax.eval_shape(lambda: new(capacity=capacity))
+    try:
+        layers = tuple(layer.fill(*kv) for layer, *kv in zip(empty.layers, k, v, strict=True))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise InputError(f"{path} does not fit in memory with a capacity of {capacity}: lower it") from error
+    length_B = jnp.array([len(row) for row in tokens], jnp.int32)
+    reached_B = None if empty.reached_B is None else jnp.array(saved["reached"] or length_B, jnp.int32)
+    return KVCache(layers, length_B, jnp.zeros(len(length_B), bool), reached_B)
+
+
+def _draft_from_file(
+    path: str | Path, file: Any, draft: Any, model: tuple, saved: dict[str, Any], capacity: int
+) -> DraftPrefix:
+    """Returns the data of a draft head. model: the parameters and the config of its target."""
+    from ..generation.head_prefill import bound_head  # optional: draft heads
+
+    head, params = bound_head(draft, *model, 1)
+    name = head_fingerprint(head, params)
+    of_head = saved.get("draft")
+    if of_head is None or of_head["model"] != name:
+        raise InputError(
+            f"{path} has no data of this draft head: save a prefix of a call with the same draft, or leave"
+            " out draft"
+        )
+    cache = None
+    if head.has_cache:
+        settings = of_head | dict(tokens=_cut(saved["tokens"], of_head["capacity"]))
+        cache = _cache_from_file(
+            path, file, head.config, settings, min(capacity, head.config.context_length), _OF_HEAD
+        )
+    used = _num_used(saved["tokens"], None)
+    shape = len(saved["tokens"]), used, head.feature_size
+    features_BSX = _array(path, file, _FEATURES, jax.ShapeDtypeStruct(shape, jnp.dtype(of_head["features"])))
+    features_BSX = jnp.pad(features_BSX, ((0, 0), (0, capacity - used), (0, 0)))
+    return DraftPrefix(name, cache, FeatureRows(features_BSX))
+
+
+def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any], name: str) -> Any:
     """Returns the saved arrays of a cache like this one, as `_used_arrays` returned them."""
     used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
     wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
-    names = [f"{i}" for i in range(len(wanted))]
-    if set(file.keys()) != set(names):
+    names = [f"{name}{i}" for i in range(len(wanted))]
+    found = {x for x in file.keys() if x.startswith(_OF_HEAD) == bool(name)} - {_FEATURES}
+    if found != set(names):
         raise InputError(
             f"{path} is damaged, it has other tensors than the {len(names)} of its cache: save it again"
         )
-    arrays = []
-    for name, x in zip(names, wanted, strict=True):
-        stored = file.get_slice(name)
-        dtype = _file_dtype(x.dtype)
-        got = stored.get_dtype(), stored.get_shape()
-        if got != (want := (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(x.shape))):
-            raise InputError(f"{path} is damaged, its tensor {name} is {got}, expected {want}: save it again")
-        array = file.get_tensor(name).view(x.dtype)
-        if x.dtype != np.uint8 and not np.isfinite(array).all():
-            raise InputError(f"{path} has numbers that are not finite: save it again")
-        arrays.append(array)
-    return jax.tree.unflatten(tree, arrays)
+    return jax.tree.unflatten(tree, [_array(path, file, *pair) for pair in zip(names, wanted, strict=True)])
+
+
+def _array(path: str | Path, file: Any, name: str, like: Any) -> np.ndarray:
+    """Returns a tensor of a file, which must have the shape and dtype of another."""
+    stored = file.get_slice(name)
+    dtype = _file_dtype(like.dtype)
+    got = stored.get_dtype(), stored.get_shape()
+    if got != (want := (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(like.shape))):
+        raise InputError(f"{path} is damaged, its tensor {name} is {got}, expected {want}: save it again")
+    array = file.get_tensor(name).view(like.dtype)
+    if like.dtype != np.uint8 and not np.isfinite(array).all():
+        raise InputError(f"{path} has numbers that are not finite: save it again")
+    return array
 
 
 def _file_dtype(dtype: Any) -> np.dtype:

@@ -119,7 +119,8 @@ class Drafting:
         if cache is not None:
             own = source.params, self._call.params
             cache = _READ(source.proposer, own, state, cache, RunConfig(self._call.options.impl))
-            cache = dataclasses.replace(cache, length_B=prefix.cache.length_B)
+            length_B = jnp.minimum(prefix.cache.length_B, cache.capacity)
+            cache = dataclasses.replace(cache, length_B=length_B)
         features: Any = drafts.features
         model = head_fingerprint(self.head, source.params)
         return dataclasses.replace(prefix, draft=DraftPrefix(model, cache, features))
