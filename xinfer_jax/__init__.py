@@ -20,6 +20,7 @@ grad::
 
     forward, run_model              logits of tokens, and hidden states, experts, tapped values
     init_cache, prefill, decode_step, decode_loop    generation inside your own program
+    prefill_with_draft              the same with speculative decoding, before decode_loop
     generate, stream, beam_search   answer prompts that you have at once
     score, score_completions        log-probabilities of given tokens
     hidden_states, embed_tokens, final_norm, unembed, attention_weights    parts of the model

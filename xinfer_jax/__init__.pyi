@@ -29,6 +29,7 @@ from .errors import (
 )
 from .exporting import enable_export as enable_export
 from .generation.beams import beam_search as beam_search
+from .generation.draft_state import prefill_with_draft as prefill_with_draft
 from .generation.entrypoints import generate as generate
 from .generation.functional import decode_loop as decode_loop, decode_step as decode_step, prefill as prefill
 from .generation.options import GenerateOptions as GenerateOptions

@@ -244,7 +244,7 @@ def _draft_from_file(
     head, params = bound_head(draft, *model, 1)
     name = head_fingerprint(head, params)
     of_head = saved.get("draft")
-    if of_head is None or of_head["model"] != name:
+    if of_head is None or of_head["model"] != name or head.has_cache != ("dtype" in of_head):
         raise InputError(
             f"{path} has no data of this draft head: save a prefix of a call with the same draft, or leave"
             " out draft"

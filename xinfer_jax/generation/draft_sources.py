@@ -37,8 +37,13 @@ class DraftSource(NamedTuple):
         if isinstance(draft, BoundHead):
             return DraftSource(HeadProposer(draft.head), draft.config, draft.params)
         if hasattr(draft, "params"):
-            return DraftSource(ModelProposer(draft.config), draft.config, draft.params)
+            return DraftSource.of_model(draft.config, draft.params)
         return DraftSource(FunctionProposer(prompt_lookup if isinstance(draft, str) else draft))
+
+    @staticmethod
+    def of_model(config: ModelConfig, params: Params) -> "DraftSource":
+        """Returns the proposer of a draft model."""
+        return DraftSource(ModelProposer(config), config, params)
 
     @property
     def head(self) -> DraftHead | None:

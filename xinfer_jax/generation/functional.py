@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
     from ..model.taps import Taps
     from ..sampling.caller_processors import LogitsProcessor, SamplingContext
+    from .draft_state import DraftState
 
 
 @jax.tree_util.register_dataclass
@@ -62,11 +63,16 @@ class Decoded(DecodeState):
         at_capacity_B: bool: the row ended before its limit, because the cache has no space for more tokens.
         routed_experts: int32 [B, T, L, U]: the experts of the sampled tokens (see `run_model`), if you asked
             for them. Entries are -1 from a row's last token on, because the model has not run on it.
+        passes_B: int32: the forward passes of the model in which each row took part, with `drafting`.
+        accepted_BT: int32 [B, draft tokens]: how often the draft token at each place of a pass was accepted,
+            with `drafting`. Without it both are None.
     """
 
     cache: KVCache = None  # type: ignore[assignment]  # fields before it have defaults
     at_capacity_B: jax.Array = None  # type: ignore[assignment]
     routed_experts: jax.Array | None = None
+    passes_B: jax.Array | None = None
+    accepted_BT: jax.Array | None = None
     routes = OldAttribute("routed_experts")
 
 
@@ -82,6 +88,7 @@ class _LoopArrays(NamedTuple):
     automata: Any  # of grammars; None: there are none
     callers: Any  # `Callers` of the caller's processors and `sample`; None: there are none
     extras: Extras
+    drafting: Any  # a `DraftState`, or None
 
 
 @in_default_modes
@@ -137,15 +144,7 @@ def prefill(  # noqa: PLR0913  a public function
         InputError: taps read, or are invalid (see `run_model`).
         InputError: you differentiate several chunks in reverse mode.
     """
-    check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
-    B, T = tokens_BT.shape
-    if not T:
-        raise InputError("tokens_BT has no tokens: give each row at least one")
-    check_array("num_tokens_B", num_tokens_B, np.integer, B)
-    _check_cache(config, cache, B)
-    check_range("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
-    check_range("num_tokens_B:", num_tokens_B, 0, T)
-    _check_capacity(impl, cache, num_tokens_B)
+    check_prefill(config, tokens_BT, num_tokens_B, cache, impl)
     if taps is not None:
         from ..model.taps import check_edits  # optional: taps
 
@@ -217,6 +216,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     return_routed_experts: bool = False,
     return_support: bool = False,
     taps: "Taps | None" = None,
+    drafting: "DraftState | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -258,7 +258,8 @@ def decode_loop(  # noqa: PLR0913  a public function
         seen_BV: bool: the tokens that the repetition penalty counts as present. None counts only the tokens
             that this call samples.
         history_BS: int32: each row's tokens in order up to the cache's `length_B`, with space for the new
-            ones. The settings `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it.
+            ones. The settings `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it, and
+            `drafting` needs it.
         output_size: T of the results, which is also the most tokens. None takes `max_tokens`, which you must
             not trace then.
         logprobs: the number k of alternatives. The result then has `alternatives`: the log-probability of
@@ -282,6 +283,9 @@ def decode_loop(  # noqa: PLR0913  a public function
             as `score` takes it, with the ids that processors and filters left. `logprobs` is then at least 0.
         taps: edits of the residual stream (see `run_model`). No tap may read. A tap gets the hidden states of
             one token of each row.
+        drafting: the draft tokens of speculative decoding, from `prefill_with_draft`. The tokens stay the
+            same, and take fewer passes. `stop` then is called after each token of any row. None drafts
+            nothing.
         donate: True lets the call reuse the memory of `cache`. Your `cache` is deleted then.
         impl: the implementation of the operations (see `prefill`). None chooses the one that suits the
             device.
@@ -297,6 +301,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         InputError: the cache belongs to another model, or the tokens may exceed its capacity.
         InputError: your function returns wrong shapes or dtypes.
         InputError: taps read, or are invalid (see `run_model`).
+        InputError: you combine `drafting` with taps or `return_routed_experts`, or give it no `history_BS`.
         InputError: you differentiate through log-probabilities or the cache in reverse mode.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
@@ -331,6 +336,11 @@ def decode_loop(  # noqa: PLR0913  a public function
         from ..model.taps import check_edits  # optional: taps
 
         taps = check_edits(taps, config, "decode_loop")
+    if drafting is not None:
+        from .draft_state import check_drafting  # optional: speculative decoding
+
+        others = dict(taps=taps, return_routed_experts=return_routed_experts)
+        check_drafting(drafting, cache, history_BS, size, others)
     callers = None
     loop = _LOOP.donating if donate else _LOOP.keeping
     if any(given is not None for given in (processors, sample, stop, taps)):
@@ -341,15 +351,34 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
     eos_E = jnp.asarray(eos_ids, jnp.int32)
     tokens = seen_BV, history_BS
-    rows = _LoopArrays(key_B, sampling_B, eos_E, limit, *tokens, automata, callers, Extras(taps=taps))
+    rows = _LoopArrays(
+        key_B, sampling_B, eos_E, limit, *tokens, automata, callers, Extras(taps=taps), drafting
+    )
     run_config = RunConfig(impl, return_routed_experts=return_routed_experts)
-    state, cache, at_capacity_B, routed_experts = loop(
+    state, cache, at_capacity_B, further = loop(
         params, Plain(config, stop), logits_BV, cache, rows, bucket(size), recorded, run_config
     )
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     of_tokens = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
-    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], of_tokens | dict(routed_experts=routed_experts))
-    return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
+    of_tokens["routed_experts"] = further if return_routed_experts else None
+    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], of_tokens)
+    counts = {} if drafting is None else dict(passes_B=further.passes_B, accepted_BT=further.accepted_BT)
+    return Decoded(**fields | cut | counts, cache=cache, at_capacity_B=at_capacity_B)
+
+
+def check_prefill(
+    config: ModelConfig, tokens_BT: AnyArray, num_tokens_B: AnyArray, cache: KVCache, impl: str | None
+) -> None:
+    """Raises InputError for invalid arguments of `prefill`."""
+    check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
+    B, T = tokens_BT.shape
+    if not T:
+        raise InputError("tokens_BT has no tokens: give each row at least one")
+    check_array("num_tokens_B", num_tokens_B, np.integer, B)
+    _check_cache(config, cache, B)
+    check_range("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
+    check_range("num_tokens_B:", num_tokens_B, 0, T)
+    _check_capacity(impl, cache, num_tokens_B)
 
 
 def _size(max_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
@@ -431,16 +460,21 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, recor
         alternatives = empty_alternatives(B, size, count, V, support=has_support)
         state = dataclasses.replace(state, alternatives=alternatives)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))
-    routed_experts = []
+    further: Any = []
     if run_config.return_routed_experts:
         from ..model.routes import free_routes  # optional: routes
 
-        routed_experts = [free_routes(plain.config, (B, size))]
-    state, cache, *routed_experts = decode(
-        plain, (params, rows.extras), (state, cache, *routed_experts), size, run_config
-    )
+        further = [free_routes(plain.config, (B, size))]
+    constants: tuple = params, rows.extras
+    if rows.drafting is not None:
+        from .draft_state import start_drafting  # optional: speculative decoding
+
+        plain, constants, state, cache, further = start_drafting(
+            rows.drafting, plain, constants, state, cache
+        )
+    state, cache, *further = decode(plain, constants, (state, cache, *further), size, run_config)
     at_capacity_B = (limit_B < rows.limit) & ~state.finished_B & (state.length_B >= limit_B)
-    results = state, cache, at_capacity_B, routed_experts[0] if routed_experts else None
+    results = state, cache, at_capacity_B, further[0] if further else None
     remedy = "compute the log-probabilities of its tokens by score"
     return without_gradient(results, "decode_loop", remedy)
 

@@ -9,6 +9,7 @@ samples with the same noise, which makes its tokens agree more often.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..model.decoder import Inputs
 from ..ops.operation import run
+from ..sampling.caller_processors import end_rows
 from .executor import Executor, RunnableModel
 from .loop import Hidden, to_logits
 from .proposers import Proposer, Verified, unread_features
@@ -67,6 +69,7 @@ class Speculative(Strategy):
     config: ModelConfig
     proposer: Proposer
     num_draft_tokens: int  # per step
+    stop: Callable[[DecodeState], jax.Array] | None = None  # see `Plain`
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         params, extras, _ = constants
@@ -82,7 +85,7 @@ class Speculative(Strategy):
         # A draft token past the capacity is dropped. Its logits come after the row's last token.
         lengths = dataclasses.replace(without_layers(out.cache), overflow_B=overflow_B)
         counts = dataclasses.replace(drafts, cache=None, features=None)
-        args = state, draft_BT, counts, lengths, executor.run_config
+        args = state, draft_BT, counts, lengths, executor.run_config, self.stop
         before_B = state.position_B
         state, counts, lengths, continues = executor.call(_VERIFY, out.hidden, *args, takes_hidden=True)
         cache = dataclasses.replace(lengths, layers=out.cache.layers, routed_experts=out.cache.routed_experts)
@@ -141,35 +144,46 @@ def last_and_draft_tokens(
 
 
 def verify(
-    outputs: Any, state: DecodeState, draft_BT: jax.Array, counts: SpeculationState, run_config: RunConfig
+    outputs: Any,
+    state: DecodeState,
+    draft_BT: jax.Array,
+    counts: SpeculationState,
+    run_config: RunConfig,
+    stop: Callable[[DecodeState], jax.Array] | None = None,
 ) -> tuple[DecodeState, SpeculationState]:
     """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one more.
     outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and the T - 1 tokens of draft_BT.
     """
     active_B = state.active_B
     length_B = state.length_B
-    plain = functools.partial(_verify_in_turn, outputs, run_config)
-    state = run("verify", plain, run_config, static=dict(outputs=outputs), state=state, draft_BT=draft_BT)
+    plain = functools.partial(_verify_in_turn, outputs, run_config, stop)
+    if stop is None:
+        static = dict(outputs=outputs)
+        state = run("verify", plain, run_config, static=static, state=state, draft_BT=draft_BT)
+    else:  # it sees the state after each token
+        state = plain(state, draft_BT)
     num_accepted_B = jnp.maximum(state.length_B - length_B - 1, 0)
     accepted_BT = counts.accepted_BT + (jnp.arange(draft_BT.shape[1]) < num_accepted_B[:, None])
     return state, dataclasses.replace(counts, passes_B=counts.passes_B + active_B, accepted_BT=accepted_BT)
 
 
-def _verify_in_turn(outputs, run_config, state, draft_BT):
+def _verify_in_turn(outputs, run_config, stop, state, draft_BT):
     """Returns the state after `verify`. Each token is sampled after the one before it was appended."""
     logits_BTV = to_logits(outputs)
     count = draft_BT.shape[1]
     accepted_B = state.active_B
     for i in range(count + 1):  # the token after i draft tokens, all accepted
         state = sample_and_append(logits_BTV[:, i], state, run_config, accepted_B)
+        if stop is not None:
+            state = end_rows(stop, state)
         if i < count:
             accepted_B = accepted_B & (state.token_B == draft_BT[:, i])
     return state
 
 
-def _verify(outputs, state, draft_BT, counts, lengths, run_config):
-    state, counts = verify(outputs, state, draft_BT, counts, run_config)
+def _verify(outputs, state, draft_BT, counts, lengths, run_config, stop):
+    state, counts = verify(outputs, state, draft_BT, counts, run_config, stop)
     return state, counts, truncate(lengths, state.position_B - 1), jnp.any(state.active_B)
 
 
-_VERIFY = jax.jit(_verify, static_argnames="run_config", donate_argnames="state")
+_VERIFY = jax.jit(_verify, static_argnames=("run_config", "stop"), donate_argnames="state")

@@ -7,6 +7,7 @@ from ..engine.async_sampling import SampleOutput as SampleOutput
 from ..engine.requests import Request as Request
 from ..engine.statistics import EngineStats as EngineStats
 from ..generation.beams import BeamOutput as BeamOutput
+from ..generation.draft_state import DraftState as DraftState
 from ..generation.functional import Decoded as Decoded
 from ..generation.options import GenerateOutput as GenerateOutput
 from ..generation.scores import Scores as Scores
