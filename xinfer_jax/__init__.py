@@ -8,6 +8,7 @@ Load a model, and generate text::
 Functions of a `Model` take and return text::
 
     load_model, save_model          load and save a checkpoint
+    load_draft, save_draft          load and save a Draft, a draft head for speculative decoding
     generate_text, stream_text      answer one prompt, or a list of prompts
     encode_prompt, alternatives_text    prompt to token ids, and probabilities of an answer's tokens
     embed_texts, rerank             vectors of texts, and scores of documents for a query

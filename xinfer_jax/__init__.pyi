@@ -12,9 +12,11 @@ from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file
 from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
+from .checkpoint.draft_loading import load_draft as load_draft, save_draft as save_draft
 from .checkpoint.loading import Model as Model, load_model as load_model
 from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
+from .draft_heads.draft import Draft as Draft
 from .embedding import embed_texts as embed_texts
 from .engine.engine_options import EngineOptions as EngineOptions
 from .engine.engines import Engine as Engine

@@ -41,7 +41,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
+    ("draft head", "dflash"): ("draft_heads.dflash", "DFlash"),
     ("draft head", "mtp"): ("draft_heads.mtp", "Mtp"),
+    # Files of draft heads, by the kind of head and by `architectures` or `model_type`.
+    ("draft files", "dflash"): ("families.dflash_files", "DFLASH_FILES"),
+    ("draft files", "DFlashDraftModel"): ("families.dflash_files", "DFLASH_FILES"),
+    ("draft files", "DSparkDraftModel"): ("families.dflash_files", "DFLASH_FILES"),
+    ("draft files", "Qwen3DSparkModel"): ("families.dflash_files", "DFLASH_FILES"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),
     ("rope", "linear"): ("mixers.rope_scaling", "linear_rope"),

@@ -16,7 +16,8 @@ from small_models import build
 import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation.loop import Hidden
-from xinfer_jax.generation.speculation import SpeculationState, prompt_lookup, verify
+from xinfer_jax.generation.proposers import prompt_lookup
+from xinfer_jax.generation.speculation import SpeculationState, verify
 from xinfer_jax.generation.state import new_state
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context

@@ -313,7 +313,6 @@ def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
         (dict(grammar=xj.grammar.choice(["a"])), "needs the tokenizer"),
         (dict(grammar=[grammar] * 2), "2 grammars for 1 prompts"),
         (dict(grammar=grammar, use_cache=False), "grammar needs the cache"),
-        (dict(grammar=bound(model, "lark"), draft=model), "needs masks, which a draft model's tokens"),
         (dict(grammar=grammar, eos_token_ids=()), "grammar needs an EOS id"),
     ]
     for given, words in cases:

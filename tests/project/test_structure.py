@@ -24,10 +24,10 @@ pytestmark = pytest.mark.oldest
 PACKAGES = (
     "lazy_names", "registry", "annotations", "errors", "wrong_types", "modes", "plugins", "old_names",
     "checks", "device", "memory_plan", "stats", "sharding", "config", "ops", "weights", "cache", "mixers",
-    "feed_forward", "model", "draft_heads", "sampling", "generation", "backends", "layerwise", "tool_calls", "grammar",
-    "families", "formats", "tokenization", "checkpoint", "text", "embedding", "reranking", "adapters",
-    "compress", "estimates", "processes", "engine", "api", "batch", "cli", "serve", "exporting", "testing",
-    "__main__",
+    "feed_forward", "model", "draft_heads", "sampling", "generation", "backends", "layerwise", "tool_calls",
+    "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding", "reranking",
+    "adapters", "compress", "estimates", "processes", "engine", "api", "batch", "cli", "serve", "exporting",
+    "testing", "__main__",
 )  # fmt: skip
 LIBRARY = ROOT / "xinfer_jax"
 FORMATTED_BY_HAND = 138  # statements with `# fmt: skip`

@@ -32,7 +32,9 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
     so it cannot be traced. It takes milliseconds for new parameters, and less for the parameters of the last
     calls.
     """
-    return hashlib.sha256(f"{_config(config)}{_digest(params)}".encode()).hexdigest()
+    own = {name: leaf for name, leaf in params.items() if name != "draft_head"}  # which has caches of its own
+    config = dataclasses.replace(config, draft_head=None)
+    return hashlib.sha256(f"{_config(config)}{tree_fingerprint(own)}".encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +54,8 @@ def _config(config: ModelConfig) -> str:
     return json.dumps(fields(dataclasses.replace(config, rope=rope)), sort_keys=True, default=fields)
 
 
-def _digest(params: Params) -> str:
+def tree_fingerprint(params: Params) -> str:
+    """Returns a hash of the parameters alone."""
     leaves, tree = jax.tree.flatten(params)
     for known_tree, known, digest in tuple(_KNOWN):
         if known_tree == tree and all(ref() is leaf for ref, leaf in zip(known, leaves, strict=True)):

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -82,6 +83,39 @@ class RoutePages(Paged):
         return dataclasses.replace(self, k=self._write(self.k, new_B1TI, start_B, num_tokens_B))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class FeaturePages(Paged):
+    """The features of the last token of each page, which a draft head needs for the token after it. Rows that
+    share a page share them too. k: [P, 1, 1, X]. v: None.
+    """
+
+    def record(self, features_BTX: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
+        """Writes the features of those tokens that are the last ones of their pages. The tokens begin at the
+        positions `start_B`.
+        """
+        T = features_BTX.shape[1]
+        none = len(self.k)  # a page that does not exist
+        x_PX = self.k[:, 0, 0]
+        for page in range(-(-T // PAGE_SIZE) if T > 1 else 1):  # the ends of pages among T tokens
+            at_B = (PAGE_SIZE - 1 - start_B) % PAGE_SIZE + page * PAGE_SIZE
+            index_B1 = ((start_B + at_B) // PAGE_SIZE)[:, None]
+            page_B = jnp.take_along_axis(self.table_BP, index_B1, 1, mode="fill", fill_value=none)[:, 0]
+            page_B = jnp.where(at_B < num_tokens_B, page_B, none)
+            at_B11 = jnp.minimum(at_B, T - 1)[:, None, None]
+            last_BX = jnp.take_along_axis(features_BTX, at_B11, 1)[:, 0]
+            x_PX = x_PX.at[page_B].set(last_BX.astype(x_PX.dtype), mode="drop")
+        return dataclasses.replace(self, k=x_PX[:, None, None])
+
+    def before(self, start_B: jax.Array) -> jax.Array:
+        """Returns the features [B, X] of the token before each position, which begins a page. They are zeros
+        for position 0.
+        """
+        index_B1 = jnp.maximum(start_B // PAGE_SIZE - 1, 0)[:, None]
+        page_B = jnp.take_along_axis(self.table_BP, index_B1, 1)[:, 0]
+        return jnp.where(start_B[:, None] > 0, self.k[page_B, 0, 0], 0)
+
+
 def check_page_dtype(dtype: Any) -> None:
     """Raises InputError if pages cannot hold keys and values of that dtype."""
     found = quantized_dtype(dtype)
@@ -100,11 +134,19 @@ def empty_pools(
         num_routes: experts of a token in all layers, if `RoutePages` keep them.
     """
     pools = tuple(mixer.empty_pool(pages, dtype, mesh) for mixer in config.cached_mixers if mixer.has_keys)
-    return (*pools, (_empty_routes(pages, num_routes, mesh), None)) if num_routes else pools
+    if not num_routes:
+        return pools
+    routes = _replicated_zeros((pages, 1, PAGE_SIZE, num_routes), np.dtype(np.int16), mesh)
+    return (*pools, (routes, None))
+
+
+def empty_features(pages: int, size: int, dtype: Any, mesh: Mesh | None = None) -> jax.Array:
+    """Returns the pool of `FeaturePages`, with zeros. size: X."""
+    return _replicated_zeros((pages, 1, 1, size), np.dtype(dtype), mesh)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty_routes(pages: int, num_routes: int, mesh: Mesh | None) -> jax.Array:
-    zeros = jnp.zeros((pages, 1, PAGE_SIZE, num_routes), jnp.int16)
+def _replicated_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None) -> jax.Array:
+    zeros = jnp.zeros(shape, dtype)
     replicated = mesh and NamedSharding(mesh, PartitionSpec())
     return lax.with_sharding_constraint(zeros, replicated) if replicated else zeros

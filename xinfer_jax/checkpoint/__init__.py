@@ -6,7 +6,7 @@ Reading order:
   `gguf_tensors`.
 - `sharded_leaves` splits a leaf over a mesh, and `leaf_loader` reads it.
 - `embedding_modules` reads how vectors are made of hidden states.
-- `loading` has `load_model`, and `saving` has `save_model`.
+- `loading` has `load_model`, and `saving` has `save_model`. `draft_loading` loads and saves draft heads.
 - `model_defaults` fills in the sampling settings, the key and the EOS ids that a caller does not give.
 - `config_difference` compares the config of a checkpoint with the config of a model.
 - `new_leaves` reads new weights of a running model, leaf by leaf.

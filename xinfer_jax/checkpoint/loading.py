@@ -42,7 +42,7 @@ from .embedding_modules import EmbeddingModules
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
 
-_FLOATS = {"F32", "F16", "BF16"}
+FLOATS = {"F32", "F16", "BF16"}
 
 
 @dataclasses.dataclass
@@ -342,14 +342,14 @@ def _open_params(
         shapes = {} if found else spec.tensor_shapes(tensors)
         own = quantized_shapes(shapes, tensors)
         matrices |= own
-        expected |= found | {name: (shape, _FLOATS) for name, shape in shapes.items() if name not in own}
+        expected |= found | {name: (shape, FLOATS) for name, shape in shapes.items() if name not in own}
         for name, shape in own.items():
             expected |= matrix_format.tensor_specs(name, shape, files) if matrix_format else {}
     known = quant_format or matrix_format
     unused = unused_names(config, files)
     unused |= {name for name in files if known and known.is_unused(name, files)}
     others = other_tensors(files.keys() - expected.keys() - unused)
-    _check_tensors(path, files, expected, unused | others)
+    check_tensors(path, files, expected, unused | others)
     warn_of_other_tensors(path, others)
     if matrix_format:
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
@@ -383,7 +383,7 @@ def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[l
     return specs, tree
 
 
-def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
+def check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
     """Raises one InputError for all missing, unexpected or unfitting tensors."""
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in expected.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys() - unused)]
@@ -404,7 +404,7 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)
-    same = [embedding.shape == head.shape and getattr(head, "type", None) in _FLOATS]
+    same = [embedding.shape == head.shape and getattr(head, "type", None) in FLOATS]
     if all(same):
         rows, width = head.shape
         run_in_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)

@@ -116,7 +116,7 @@ def save_model(
         raise InputError(
             f"max_shard_bytes must be a whole number from 1 on, got {format_value(max_shard_bytes)}"
         )
-    _check_target(path, overwrite)
+    check_target(path, overwrite)
     dtype = None if dtype is None else np.dtype(resolve_dtype(dtype))
     source = None if like is None else checkpoint_dir(like)
     kept = {} if source is None else open_tensors(source)
@@ -142,7 +142,8 @@ def save_model(
     write_whole(path, partial(write_checkpoint, tensors, settings, files, max_shard_bytes))
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raises InputError if a checkpoint cannot be written to this directory."""
     if not path.exists():
         return
     if os.path.ismount(path):  # nor can it be renamed

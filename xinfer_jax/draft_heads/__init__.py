@@ -4,6 +4,8 @@ Reading order:
 
 - `draft_head` is the interface: `DraftHead`, and `ChainHead`, which drafts one token after the other.
 - `mtp` is multi-token prediction, which is in the files of DeepSeek-V3, GLM-4.5, Qwen3-Next and others.
+- `dflash` is DFlash and DSpark, which draft a block of tokens in one pass.
+- `draft_vocabulary` is for heads that draft only some tokens of the vocabulary.
 - `draft` has `Draft`, a head with its parameters from files of its own.
 
 Decisions:

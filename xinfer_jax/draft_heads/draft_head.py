@@ -85,6 +85,12 @@ class DraftHead(abc.ABC):
         """The most tokens that it can draft in one step."""
         return 16
 
+    def scratch_slots(self, count: int) -> int:
+        """Returns the number of slots after the certain tokens that it writes to draft this number of
+        tokens.
+        """
+        return max(0, count - 1)
+
     @property
     def has_cache(self) -> bool:
         """True if it has a cache of its own."""

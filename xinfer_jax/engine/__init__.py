@@ -13,7 +13,7 @@ Reading order, plain Python on the host:
 On the device:
 
 - `engine_options` has the arguments of an engine, and `shape` has its sizes.
-- `device_programs` has the programs.
+- `device_programs` has the programs, and `head_programs` those of a draft head.
 - `held_table` has the things that requests name. `held_processors` and `held_vectors` have
   the functions and vectors of callers.
 - `host_pages` and `adapter_stack` are arrays of pages and of adapters.

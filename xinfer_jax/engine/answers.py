@@ -2,6 +2,7 @@
 loop.
 """
 
+import itertools
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -36,6 +37,11 @@ class Switch(NamedTuple):
     adapter_version: int = 0  # of its adapter, if it has one
 
 
+def sums_by_place(*counts: Sequence[int]) -> list[int]:
+    """Returns the sums of counts of draft tokens at each place of a pass. Missing places count 0."""
+    return [sum(of_place) for of_place in itertools.zip_longest(*counts, fillvalue=0)]
+
+
 class Progress(NamedTuple):
     """The new part of an answer that another engine computes."""
 
@@ -47,7 +53,7 @@ class Progress(NamedTuple):
     reason: str | None = None  # `Answer.ended_by`; None: it goes on
     hits: int = 0
     passes: int = 0
-    accepted: int = 0
+    accepted: Sequence[int] = ()
     prompt_start: int = 0  # log-probabilities of the prompt that were reported before
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
@@ -96,7 +102,7 @@ class Answer:
         self.row = row
         self.number = number
         self.passes = 0
-        self.accepted = 0
+        self.accepted: Sequence[int] = ()  # draft tokens at each place of a pass
         self._detokenizer = request.new_detokenizer() if request.call.options.stop_strings else None
         self.matcher = request.call.new_matcher(0)  # of its grammar
 
@@ -268,10 +274,10 @@ class Answer:
         from_outside = self.ended_by in ("cancelled", "aborted", "deadline")
         return self.ended_by if from_outside else self.stop_string
 
-    def count_passes(self, passes: int, accepted: int) -> None:
-        """Counts forward passes of the model, and the draft tokens that they accepted."""
+    def count_passes(self, passes: int, accepted: Sequence[int]) -> None:
+        """Counts forward passes of the model, and the draft tokens that they accepted at each place."""
         self.passes += passes
-        self.accepted += accepted
+        self.accepted = sums_by_place(self.accepted, accepted)
 
     def progress(self, start: int = 0, prompt_start: int = 0) -> Progress:
         """Returns the tokens after the first `start`, and log-probabilities of the prompt after

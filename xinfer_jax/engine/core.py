@@ -300,7 +300,7 @@ class EngineCore:
         left = [answer.request.call.options.max_tokens - len(answer.tokens) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
-        self._execute(scheduler.reserve_pages(steps * tokens_per_step))
+        self._execute(scheduler.reserve_pages(steps * tokens_per_step, self.shape.extra_slots))
         rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
         answers = {slot: self.answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
@@ -312,8 +312,10 @@ class EngineCore:
         self._pacing.record_decode(time.perf_counter() - began, int(passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
-            if out.accepted_B is not None:
-                answer.count_passes(int(passes_B[slot]), int(out.accepted_B[slot]))
+            if out.accepted_BT is not None:
+                counts = int(passes_B[slot]), out.accepted_BT[slot].tolist()
+                answer.count_passes(*counts)
+                self._counters.count_passes(*counts)
         self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
@@ -324,7 +326,9 @@ class EngineCore:
         constrained = _with_masks(self.answers[row] for row in running)
         if not constrained:
             return set()
-        draft_BT = self.device.draft_tokens() if self.shape.num_draft_tokens else None
+        draft_BT = None
+        if self.shape.num_draft_tokens:
+            draft_BT = self.device.draft_tokens({row.slot: row.pages for row in running})
         for answer in constrained:
             answer.matcher.start(() if draft_BT is None else draft_BT[answer.row.slot].tolist())
         end = time.monotonic() + max(_MASK_SECONDS, self._pacing.step_seconds / 2)

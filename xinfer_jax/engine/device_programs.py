@@ -26,6 +26,7 @@ from ..model.decoder import head_logits
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives
+from .head_programs import first_unread, head_caches, head_pools
 from .pacing import MAX_DECODE_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -37,12 +38,13 @@ class CacheArrays(NamedTuple):
 
     pools: Any  # (k, v) of each mixer with keys, and of routes if they are recorded
     states: Any  # the cache of each mixer without keys
+    head: Any = ()  # (k, v) of each mixer of a draft head, and of its `FeaturePages`
 
 
 class RowSteps(NamedTuple):
     """The settings by which the rows of an engine sample tokens. They decide on the program."""
 
-    strategy: Any  # `Plain`, or `Speculative` by prompt lookup
+    strategy: Any  # `Plain` or `Speculative`
     capacity: int
     recorded: int  # of each token, as `Request.recorded`
 
@@ -56,6 +58,7 @@ class RowsCall(NamedTuple):
     tables: Any = ()  # int32 [B, P]: the block table; once for each pool where a step replaces it
     steps: Any = None  # int32: the most steps
     watched_B: Any = None  # bool: the call stops when one of these rows ends
+    proposed_BT: Any = None  # int32: draft tokens of a head that the host knows already; -1: none
 
 
 def paged_cache(
@@ -96,12 +99,14 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
 
 
 def sample_one_token(
-    executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
+    executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, Any, RowsCall]
 ) -> tuple[DecodeState, SampledTokens]:
     """Returns the rows of all slots after one token of the running ones, and this token. args: the arguments
-    of `sample`, for all slots, and the call.
+    of `sample`, for all slots, the features of the last tokens for a draft head, or None, and the call.
     """
-    outputs, call = args
+    outputs, features_BX, call = args
+    if features_BX is not None:
+        rows = dataclasses.replace(rows, unread=first_unread(features_BX, rows.unread, call.running_B))
     own, state, _ = _begin(executor, steps, rows, call)
     state, _ = executor.sample(outputs, state)
     return _end(executor, rows, own, state)
@@ -111,19 +116,48 @@ def decode_rows(
     executor: Executor, steps: RowSteps, arrays: tuple[DecodeState, CacheArrays], args: tuple
 ) -> tuple[DecodeState, CacheArrays, SampledTokens]:
     """Returns the rows of all slots and their caches after the steps of a call, and the tokens that the
-    running rows sampled. args: the parameters, the rows' `Extras`, and a `RowsCall`.
+    running rows sampled. args: the parameters, the rows' `Extras`, the parameters of a draft head, and a
+    `RowsCall`.
     """
     rows, caches = arrays
-    *model, call = args
+    *constants, call = args
     own, state, lengths = _begin(executor, steps, rows, call)
-    config = steps.strategy.config
-    carry: tuple = state, paged_cache(config, caches, call.tables, steps.capacity, lengths)
-    if isinstance(steps.strategy, Speculative):
-        model.append(None)  # no draft model
-        carry = *carry, SpeculationState.of_rows(len(call.running_B))
-    state, cache, *counts = executor.decode(steps.strategy, tuple(model), carry, call.steps, call.watched_B)
-    rows, out = _end(executor, rows, own, state, *counts)
-    return rows, CacheArrays(cache_pools(cache), cache_states(cache)), out
+    carry = _carry(steps, caches, state, lengths, call)
+    constants = constants[: len(carry)]  # plain decoding has no head
+    state, cache, *drafts = executor.decode(
+        steps.strategy, tuple(constants), carry, call.steps, call.watched_B
+    )
+    rows, out = _end(executor, rows, own, state, *drafts)
+    pools = head_pools(drafts[0].cache, drafts[0].features) if drafts else ()
+    return rows, CacheArrays(cache_pools(cache), cache_states(cache), pools), out
+
+
+def propose_rows(executor: Executor, steps: RowSteps, pools: Any, args: tuple) -> tuple[Any, jax.Array]:
+    """Returns `CacheArrays.head`, and the draft tokens of the running rows in the next step, int32
+    [B, draft tokens]. args: the rows, the other caches, and the arguments of `decode_rows`.
+    """
+    rows, caches, *constants, call = args
+    _, state, lengths = _begin(executor, steps, rows, call)
+    carry = _carry(steps, caches._replace(head=pools), state, lengths, call)
+    draft_BT, cache = steps.strategy.propose(executor, tuple(constants), carry)
+    return head_pools(cache, carry[2].features), draft_BT
+
+
+def _carry(steps: RowSteps, caches: CacheArrays, state: DecodeState, lengths: Any, call: RowsCall) -> tuple:
+    """Returns the carry of the strategy for rows over pages."""
+    strategy = steps.strategy
+    cache = paged_cache(strategy.config, caches, call.tables, steps.capacity, lengths)
+    if not isinstance(strategy, Speculative):
+        return state, cache
+    of_head: tuple = None, None
+    if state.unread is not None:
+        length_B = jnp.where(state.active_B, state.position_B, 0)
+        table_BP = jnp.asarray(call.tables[0])
+        of_head = head_caches(strategy.proposer.head, caches.head, table_BP, steps.capacity, length_B)
+    drafts = SpeculationState.of_rows(len(call.running_B), strategy.num_draft_tokens, *of_head)
+    if call.proposed_BT is not None:
+        drafts = dataclasses.replace(drafts, proposed_BT=call.proposed_BT)
+    return state, cache, drafts
 
 
 def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCall) -> tuple[Any, Any, Any]:
@@ -145,7 +179,7 @@ def _end(
     that the host has a view of could not be donated. counts: `SpeculationState`.
     """
     count_B, finished_B = executor.call(_END, state.length_B, state.output_start_B, state.finished_B)
-    drafts = () if counts is None else (counts.passes_B, counts.accepted_B)
+    drafts = () if counts is None else (counts.passes_B, counts.accepted_BT)
     columns = state.tokens_BT, state.logprobs_BT
     out = SampledTokens(*columns, count_B, finished_B, state.alternatives, *drafts)
     empty: Any = dict(tokens_BT=rows.tokens_BT, logprobs_BT=rows.logprobs_BT)
@@ -210,8 +244,8 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
     return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None)
 
 
-def _repeat_row(x_1: jax.Array, rows: int) -> jax.Array:
-    return jnp.repeat(x_1, rows, 0)
+def _repeat_row(row: Any, rows: int) -> Any:
+    return jax.tree.map(lambda x_1: jnp.repeat(x_1, rows, 0), row)
 
 
 def _set_row(rows, slot, row):

@@ -23,16 +23,18 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.layer_cache import LayerCache
-from ..cache.paged import PAGE_SIZE, empty_pools
+from ..cache.paged import PAGE_SIZE
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
+from ..draft_heads.draft import Draft
 from ..generation.batch_arrays import StateSizes, settings_of_rows, state_of_rows, token_matrix
 from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
 from ..generation.loop import TracedExecutor
 from ..generation.options import GenerateOptions
-from ..generation.speculation import Speculative, prompt_lookup
-from ..generation.state import DecodeState, SampledTokens
+from ..generation.proposers import FunctionProposer, HeadProposer, prompt_lookup
+from ..generation.speculation import Speculative
+from ..generation.state import DecodeState, SampledTokens, UnreadFeatures
 from ..generation.strategies import Plain
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
@@ -41,10 +43,11 @@ from ..model.extras import NO_EXTRAS
 from ..sampling.caller_processors import start_rows
 from ..sampling.context import ALL_BITS
 from ..sharding import REPLICATED, concrete_mesh_of
-from ..weights.params import Params
+from ..weights.params import Params, activation_dtype
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
 from .device_programs import CacheArrays, RowsCall, RowSteps, cache_pools, cache_states, paged_cache
+from .head_programs import prefill_chunk_with_head
 from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -93,12 +96,13 @@ class Device:
         self._run = run
         self._dry_run = dry_run
         self._executor_class = executor_class(params)
-        drafts = shape.num_draft_tokens
-        self._strategy: Any = Speculative(config, prompt_lookup, drafts) if drafts else Plain(config)
+        self._head_params = head_params(params, shape)
+        self._strategy: Any = _strategy_of(config, shape)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
         self.pools, self.states, self._snapshots = self._empty_cache()
+        self._num_own_pools = len(self.pools) - shape.num_head_pools
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
@@ -107,10 +111,12 @@ class Device:
         rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
         self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
         self._first_outputs: Any = None  # of all slots, for the next `sample_first`
+        self._proposed_BT: Any = None  # draft tokens of a head, for the next step
         self._has_masks = False  # the last call of `decode` had masks
 
     def adopt_params(self) -> None:
         self.params, self.next_params = self.next_params, None
+        self._head_params = head_params(self.params, self._shape)
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
@@ -136,11 +142,21 @@ class Device:
         callers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(held.of_row(row[-1]) for row in new))
         return start_rows(callers, np.arange(len(new)), rows, self._run)
 
-    def draft_tokens(self) -> np.ndarray:
+    def draft_tokens(self, pages: dict[int, list[int]]) -> np.ndarray:
         """Returns, int32 [B, draft tokens], the draft tokens that the next step of `decode` verifies. Call it
-        only if there are draft tokens.
+        only if there are draft tokens. pages: the pages of the running rows by their slots.
         """
-        return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
+        executor = self._decoder(True)
+        steps, call = self._rows_call(executor, [*pages], {})
+        table_BP = self._put(self._block_table(pages, self._shape.rows))
+        caches = self._caches(self.states)
+        model = self._model_of_slots(None)
+        call = call._replace(tables=(table_BP,))
+        args = self.rows, caches._replace(head=()), model.params, model.extras, self._head_params, call
+        head, draft_BT = executor.run_steps(programs.propose_rows, steps, caches.head, args)
+        self.pools = (*caches.pools, *head)
+        self._proposed_BT = draft_BT
+        return np.asarray(draft_BT)
 
     def prefill(
         self,
@@ -166,6 +182,8 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
+        if self._shape.head:
+            return self._prefill_with_head(slot, pages, chunk, cache, variant, is_final)
         out = self._executor().prefill(self._model_of([variant]), chunk, cache, width)
         self._store(slot, out.cache, is_final)
         return out.hidden
@@ -186,14 +204,34 @@ class Device:
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
         chunk = self._padded(ids, PAGE_SIZE)
+        outer = without_model_layers(self._model)
+        if self._shape.head:
+            hidden_1TD, _ = self._prefill_with_head(slot, pages, chunk, cache, variant, whole=True)
+            return self._run(programs.TARGET_LOGPROBS, *outer, hidden_1TD, target_T)
         out = self._executor().hidden(self._model_of([variant]), chunk, cache)
         self._store(slot, out.cache)
-        outer = without_model_layers(self._model)
         return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
+
+    def _prefill_with_head(
+        self, slot: int, pages: list[int], chunk: PaddedTokens, cache: KVCache, variant: Variant,
+        is_final: bool = True, whole: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Runs `head_programs.prefill_chunk_with_head`, and keeps what it wrote. Returns the outputs and the
+        features of the last token.
+        """
+        shape = self._shape
+        model = self._model_of([variant])
+        static = shape.head, self.config, shape.capacity, whole
+        caches = cache, self._caches(()).head
+        args = model.params, model.extras, self._head_params, self._block_table({0: pages}, 1), chunk
+        run_steps = self._executor().run_steps
+        outputs, features_1X, cache, head = run_steps(prefill_chunk_with_head, static, caches, args)
+        self._store(slot, cache, is_final, head)
+        return outputs, features_1X
 
     def put_first(self, slot: int, outputs: Any) -> None:
         """Keeps the result of the last `prefill` of the row in a slot, for `sample_first`."""
-        logits = self._executor().logits(self._model, outputs)
+        logits = outputs if self._shape.head else self._executor().logits(self._model, outputs)
         if self._first_outputs is None:
             self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
         else:
@@ -216,8 +254,10 @@ class Device:
             self._put_rows([*new][at : at + size], [*new.values()][at : at + size])
         executor = self._executor(greedy)
         outputs, self._first_outputs = self._first_outputs, None
+        outputs, features_BX = outputs if self._shape.head else (outputs, None)
         steps, call = self._rows_call(executor, [*new], recorded)
-        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
+        args = outputs, features_BX, call
+        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, args)
         return _wanted(out, recorded)
 
     def decode(
@@ -241,12 +281,26 @@ class Device:
             steps=np.int32(steps),
             watched_B=call.running_B & until_one_ends,
         )
+        if self._shape.head:
+            call = call._replace(proposed_BT=self._take_proposed())
         model = self._model_of_slots(variants)
-        arrays = self.rows, CacheArrays(self.pools, self.states)
-        args = model.params, model.extras, call
+        arrays = self.rows, self._caches(self.states)
+        args = model.params, model.extras, self._head_params, call
         self.rows, caches, out = executor.run_steps(programs.decode_rows, row_steps, arrays, args)
-        self.pools, self.states = caches
+        self.pools, self.states = (*caches.pools, *caches.head), caches.states
         return _wanted(out, recorded)
+
+    def _take_proposed(self) -> Any:
+        """Returns the draft tokens of the last `draft_tokens`, for the next step, or -1 for each."""
+        proposed_BT, self._proposed_BT = self._proposed_BT, None
+        if proposed_BT is None:
+            return np.full((self._shape.rows, self._shape.num_draft_tokens), -1, np.int32)
+        return np.array(proposed_BT)
+
+    def _caches(self, states: Any) -> CacheArrays:
+        """Returns the pools, those of the draft head apart, and these recurrent states."""
+        own = self._num_own_pools
+        return CacheArrays(self.pools[:own], states, self.pools[own:])
 
     def _rows_call(
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
@@ -261,10 +315,11 @@ class Device:
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
-        """Returns the executor that prefills prompts and samples first tokens. greedy: the rows use no
-        sampling setting.
+        """Returns the executor that prefills prompts and samples first tokens. A draft head needs programs of
+        the whole model. greedy: the rows use no sampling setting.
         """
-        executor: Executor = self._executor_class(RunConfig(self._shape.impl), self._run, greedy)
+        chosen = TracedExecutor if self._shape.head else self._executor_class
+        executor: Executor = chosen(RunConfig(self._shape.impl), self._run, greedy)
         return executor
 
     def _decoder(self, greedy: bool) -> Executor:
@@ -300,7 +355,8 @@ class Device:
 
     def copy_routes(self, pages: list[int]) -> list[Any]:
         """Returns the routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
-        return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
+        routes = self._caches(()).pools[-1][0]
+        return [self._run(programs.GET_PAGES, routes, part) for part in _parts(pages)]
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
@@ -423,12 +479,17 @@ class Device:
             self.save_state(0, 1)
             self.load_state(0, 1)
         if self._shape.num_draft_tokens:
-            self.draft_tokens()
+            self.draft_tokens({0: self._all_pages})
 
     @property
     def _all_pages(self) -> list[int]:
         """Page 0, which no row uses, as often as a full row has pages."""
         return [0] * num_pages_for(self._shape.capacity)
+
+    @property
+    def _feature_dtype(self) -> Any:
+        """The dtype of the features of a draft head."""
+        return activation_dtype(self.params)
 
     @property
     def _model(self) -> RunnableModel:
@@ -473,6 +534,10 @@ class Device:
         dfas = [row.tables and Dfa(*row.tables) for row in new]
         automata = Dfa.automata_of_rows(dfas, V, settings.eos_BE[:, :MAX_EOS_IDS], equal_sizes=True)
         rows = state_of_rows([row.call.prompts[0] for row in new], V, settings, sizes, automata)
+        if shape.head:
+            unread_BTX = np.zeros((len(new), 1 + shape.num_draft_tokens, shape.head.feature_size), np.float32)
+            unread = UnreadFeatures(unread_BTX.astype(self._feature_dtype), np.ones(len(new), np.int32))
+            rows = dataclasses.replace(rows, unread=unread)
         masks_BQW: Any = rows.context.allowed_bits
         for row, masks_QW in zip(new, masks_BQW, strict=True):
             if row.masks_QW is not None:
@@ -483,7 +548,7 @@ class Device:
         """Returns pages, recurrent states and snapshots."""
         shape = self._shape
         parts = (
-            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),
+            lambda: shape.empty_pools(self.config, self._feature_dtype, self._mesh),
             lambda: self._empty_states(shape.rows),
             lambda: self._empty_states(shape.snapshots),
         )
@@ -510,14 +575,14 @@ class Device:
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """Returns the cache of the row in a slot that holds `length` tokens."""
-        caches = CacheArrays(self.pools, self._states_of(slot))
+        caches = self._caches(self._states_of(slot))
         lengths = *(np.array([count], np.int32) for count in (length, longest)), np.zeros(1, bool)
         tables = [self._block_table({0: pages}, 1)]
         return paged_cache(self.config, caches, tables, self._shape.capacity, lengths)
 
-    def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
-        """Keeps the arrays that a program wrote into a cache of `_cache`."""
-        self.pools = cache_pools(cache)
+    def _store(self, slot: int, cache: KVCache, with_states: bool = True, head: Any = ()) -> None:
+        """Keeps the arrays that a program wrote into a cache of `_cache`, and into the pools of a head."""
+        self.pools = (*cache_pools(cache), *head)
         if with_states:
             self._set_states(slot, cache_states(cache))
 
@@ -548,6 +613,21 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
+
+
+def head_params(params: Params, shape: EngineShape) -> Any:
+    """Returns the parameters of the draft head. None: there is none. params: the parameters of the model."""
+    if shape.head is None:
+        return None
+    return shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
+
+
+def _strategy_of(config: ModelConfig, shape: EngineShape) -> Plain | Speculative:
+    """Returns the strategy of an engine."""
+    if not shape.num_draft_tokens:
+        return Plain(config)
+    proposer = HeadProposer(shape.head) if shape.head else FunctionProposer(prompt_lookup)
+    return Speculative(config, proposer, shape.num_draft_tokens)
 
 
 def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..adapters.adapter import Adapter
     from ..annotations import AnyArray, Dtype
+    from ..draft_heads.draft import Draft
     from ..sampling.caller_processors import LogitsProcessor
 
     Device: TypeAlias = int | jax.Device | Sequence[int | jax.Device]
@@ -60,8 +61,9 @@ class EngineOptions:
             this time, is preempted. It continues with the same bits when a slot is free, or in place of a row
             that has had its slot for `rows` time slices. A smaller value swaps more pages out and in. 0: no
             row is preempted for this reason.
-        draft: the source of draft tokens. "lookup" turns on speculative decoding with draft tokens that are
-            found earlier in the text.
+        draft: the source of draft tokens for speculative decoding. "lookup" finds them earlier in the text,
+            "mtp" is the head of the model's files (`load_model(path, draft_head=True)`), and `load_draft`
+            returns other heads.
         draft_tokens: the number of draft tokens in each forward pass.
         cache_dtype: the dtype of keys and values, as for `GenerateOptions`. "gear" raises `InputError`, since
             it needs whole rows.
@@ -105,7 +107,9 @@ class EngineOptions:
     chunk: int = _option(256, least=64)
     prefix_cache: bool = _option(True)
     time_slice: float = _option(0.5, least=0.0, most=1e9)
-    draft: Literal["lookup", "none"] | None = _option(None, choices=("lookup", "none"))
+    draft: "Draft | Literal['lookup', 'mtp', 'none'] | None" = _option(
+        None, choices=("lookup", "mtp", "none")
+    )
     draft_tokens: int = _option(3, least=1, most=16)
     cache_dtype: "Dtype | None" = _option(None, flag=False)
     impl: str | None = _option(None, flag=False)
@@ -137,7 +141,7 @@ class EngineSettings(TypedDict, total=False):
     chunk: int
     prefix_cache: bool
     time_slice: float
-    draft: Literal["lookup", "none"] | None
+    draft: "Draft | Literal['lookup', 'mtp', 'none'] | None"
     draft_tokens: int
     cache_dtype: "Dtype | None"
     impl: str | None

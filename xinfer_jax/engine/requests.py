@@ -16,7 +16,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
 from ..tokenization.answer_detokenizer import AnswerDetokenizer
-from .answers import Answer
+from .answers import Answer, sums_by_place
 from .request_options import RequestOptions
 from .row import HeldAdapter, Row
 
@@ -243,7 +243,10 @@ class Request:
         if engine.num_draft_tokens:
             stats.passes = [answer.passes for answer in answers]
             draft_tokens = [max(1, answer.passes) * engine.num_draft_tokens for answer in answers]
-            stats.acceptance = [a.accepted / n for a, n in zip(answers, draft_tokens, strict=True)]
+            none = [0] * engine.num_draft_tokens
+            stats.accepted = [sums_by_place(answer.accepted, none) for answer in answers]
+            pairs = zip(stats.accepted, draft_tokens, strict=True)
+            stats.acceptance = [sum(accepted) / n for accepted, n in pairs]
         return stats
 
 

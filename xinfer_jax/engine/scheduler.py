@@ -171,16 +171,19 @@ class Scheduler:
             del self.waiting_for_files[row]
             self.clients.add(row)
 
-    def reserve_pages(self, steps: int) -> list[Action]:
+    def reserve_pages(self, steps: int, extra: int = 0) -> list[Action]:
         """Allocates pages for the next decode steps of running rows. If no page is left for a row, the row is
-        preempted.
+        preempted. extra: slots after these to which a draft head writes.
         """
         actions: list[Action] = []
         for row in self.rows_with_slots:
             if row.state == "running":  # an older row may have preempted it just now
                 # The keys of the last sampled token are never written.
                 left = max(0, len(row.ids) + row.max_tokens - 1 - row.num_computed)
-                if not self._allocate(row, row.num_computed + min(steps, left), actions):
+                wanted = row.num_computed + min(steps, left)
+                if extra:
+                    wanted = max(wanted, min(wanted + extra, self.usable_capacity))
+                if not self._allocate(row, wanted, actions):
                     actions.append(self._preempt(row))
         return actions
 

@@ -8,20 +8,24 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.sharding import Mesh
 
 from .. import __version__
 from ..adapters.adapter import row_matrices
 from ..backends.cpu.cpu_features import numerics_features
-from ..cache.fingerprint import fingerprint
+from ..cache.fingerprint import fingerprint, tree_fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
-from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
+from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_features, empty_pools
 from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
 from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..device import cpu_count, host_memory_bytes, memory_bytes
+from ..draft_heads.draft import Draft
+from ..draft_heads.draft_head import DraftHead
 from ..errors import InputError, format_value
+from ..generation.head_prefill import bound_head
 from ..grammar.token_automaton import MAX_ENTRIES
 from ..memory_plan import MemoryPlan, program_parts
 from ..model.routes import routes_shape
@@ -53,6 +57,7 @@ class EngineShape(EngineOptions):
         snapshots: the number of snapshots of such states that the prefix cache keeps.
         adapter_bytes: the bytes of all adapters.
         num_routes: experts of a token in all layers, which are recorded with its keys. 0: they are not.
+        head: the draft head. None: the engine has none.
     """
 
     capacity: int = 0
@@ -67,6 +72,28 @@ class EngineShape(EngineOptions):
     snapshots: int = 0
     adapter_bytes: int = 0
     num_routes: int = 0
+    head: DraftHead | None = None
+
+    @property
+    def num_head_pools(self) -> int:
+        """The number of pools that a draft head adds: for each of its mixers, and for its features."""
+        return len(self.head.config.cached_mixers) + 1 if self.head and self.head.has_cache else 0
+
+    def empty_pools(self, config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Any:
+        """Returns the pools of all pages, of the model and then of the draft head. dtype: the dtype of
+        features.
+        """
+        pools = empty_pools(config, self.pages, self.cache_dtype, mesh, self.num_routes)
+        if not self.num_head_pools:
+            return pools
+        head: Any = self.head
+        own = empty_pools(head.config, self.pages, self.cache_dtype, mesh)
+        return (*pools, *own, (empty_features(self.pages, head.feature_size, dtype, mesh), None))
+
+    @property
+    def extra_slots(self) -> int:
+        """Slots after its tokens to which a row writes when its head drafts."""
+        return self.head.scratch_slots(self.num_draft_tokens) if self.num_head_pools and self.head else 0
 
     @property
     def num_draft_tokens(self) -> int:
@@ -85,6 +112,7 @@ class EngineShape(EngineOptions):
         row += 4 * MAX_DECODE_TOKENS * -(-config.vocab_size // 32) * self.support
         parts = dict(
             weights=tree_bytes(params),
+            draft=tree_bytes(self.draft.params) if isinstance(self.draft, Draft) else 0,
             pages=self.pages * self.page_bytes,
             states=(self.rows + self.snapshots) * self.state_bytes,
             adapters=self.adapter_bytes,
@@ -112,9 +140,9 @@ def check_options(model: Model, options: EngineOptions) -> EngineOptions:
             check: Any = check_integer if isinstance(least, int) else _check_number
             checked[field.name] = check(field.name, value, least, field.metadata.get("most"))
     options = dataclasses.replace(options, **checked)
-    if options.draft not in (None, "lookup"):
+    if not isinstance(options.draft, Draft) and options.draft not in (None, "lookup", "mtp"):
         what = f"draft={format_value(options.draft)}"
-        raise InputError(f"{what}: an engine has 'lookup', or no speculative decoding (None)")
+        raise InputError(f"{what}: an engine has 'lookup', 'mtp', a head from load_draft, or None")
     check_impl(options.impl)
     if options.chunk % PAGE_SIZE:
         raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {options.chunk}")
@@ -140,12 +168,14 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
     rows = options.rows
     of_state = state_bytes(config)
     num_adapters = options.max_adapters or 0
+    head = engine_head(model, options)
     sizes: dict[str, Any] = dict(
         capacity=check_capacity(config, options.capacity),
         pages=options.pages or 0,
         cache_dtype=default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype),
         state_bytes=of_state,
         snapshots=max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0,
+        head=head,
         num_routes=math.prod(routes_shape(config)) if options.routed_experts else 0,
         adapter_bytes=(num_adapters + 1) * _adapter_bytes(model, options.max_rank) if num_adapters else 0,
     )
@@ -154,9 +184,22 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
         - of_state
         + 2 * PAGE_SIZE * sizes["num_routes"]
     )
+    if head and head.has_cache:
+        itemsize = activation_dtype(model.params).itemsize
+        sizes["page_bytes"] += cache_bytes(head.config, 1, PAGE_SIZE, sizes["cache_dtype"])
+        sizes["page_bytes"] += itemsize * head.feature_size
     sizes["weight_bytes"] = tree_bytes(model.params) + sizes["adapter_bytes"]
     shape = EngineShape(**vars(options) | sizes)
     return shape if shape.pages else dataclasses.replace(shape, pages=_default_pages(shape, model))
+
+
+def engine_head(model: Model, options: EngineOptions) -> DraftHead | None:
+    """Returns the draft head of an engine for this model, or None. Raises InputError if it is the head of
+    another model, or cannot draft so many tokens.
+    """
+    if options.draft in (None, "lookup"):
+        return None
+    return bound_head(options.draft, model.params, model.config, options.draft_tokens).head
 
 
 def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
@@ -213,12 +256,14 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
     that wrote them.
     """
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
-    pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype, None, shape.num_routes))
+    one_page = dataclasses.replace(shape, pages=1)
+    pools = jax.eval_shape(lambda: one_page.empty_pools(config, activation_dtype(params)))
     mesh = concrete_mesh_of(params)
     device = next(iter(params["final_norm"].sharding.device_set))
     options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"
     return dict(
-        model=fingerprint(params, config), factors=[config.rope.short_factor, config.rope.long_factor],
+        model=fingerprint(params, config), draft=head_fingerprint(params, shape),
+        factors=[config.rope.short_factor, config.rope.long_factor],
         versions=[__version__, jax.__version__, jaxlib.__version__], device=device.device_kind,
         cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
         dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves(pools)],
@@ -226,6 +271,14 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
         adapters=adapters, capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
         options=[getattr(jax.config, name) for name in options],
     )  # fmt: skip
+
+
+def head_fingerprint(params: Params, shape: EngineShape) -> Any:
+    """Returns a fingerprint of the draft head, on which the contents of pages depend too."""
+    if not shape.num_head_pools:
+        return None
+    own = shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
+    return repr(shape.head), tree_fingerprint(own)
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:

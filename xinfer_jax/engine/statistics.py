@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .answers import sums_by_place
 from .requests import Request
 
 _MAX_TIMED_REQUESTS = 1000  # the last ones, for percentiles
@@ -31,6 +32,10 @@ class EngineStats:
         preemptions: how often a row was preempted.
         prefill_tokens: the number of prefilled tokens.
         generated_tokens: the number of sampled tokens.
+        passes: the number of forward passes that rows took part in to verify draft tokens. 0: the engine has
+            no draft tokens.
+        drafted: the number of draft tokens in these passes.
+        accepted: the number of accepted draft tokens at each place of a pass.
         requests: the number of requests that have ended.
         programs: the number of programs that were compiled ahead of their first run. 0 over a mesh.
         warming_up: the number of engines that still compile programs in the background.
@@ -56,6 +61,9 @@ class EngineStats:
     preemptions: int
     prefill_tokens: int
     generated_tokens: int
+    passes: int
+    drafted: int
+    accepted: list[int]
     requests: int
     programs: int
     warming_up: int
@@ -70,14 +78,23 @@ class EngineCounters:
     def __init__(self) -> None:
         self.prefill_tokens = 0
         self.generated_tokens = 0
+        self.passes = 0
+        self.drafted = 0
+        self.accepted: list[int] = []
         self.requests = 0
         names = ("ttft", "tpot")
         self.seconds: dict[str, deque[float]] = {name: deque(maxlen=_MAX_TIMED_REQUESTS) for name in names}
 
     @property
-    def sums(self) -> dict[str, int]:
+    def sums(self) -> dict[str, Any]:
         """All but the times."""
         return {name: value for name, value in vars(self).items() if name != "seconds"}
+
+    def count_passes(self, passes: int, accepted: Sequence[int]) -> None:
+        """Counts forward passes that one row took part in, and accepted draft tokens at each place."""
+        self.passes += passes
+        self.drafted += passes * len(accepted)
+        self.accepted = sums_by_place(self.accepted, accepted)
 
     def add(self, request: Request) -> None:
         times = request.times
@@ -94,7 +111,9 @@ def collect_stats(engines: Sequence[Any], counters: Sequence[EngineCounters]) ->
     gave them.
     """
     each = [engine.counts() for engine in engines]
+    accepted = sums_by_place(*(counts.pop("accepted") for counts in each))
     stats: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
+    stats["accepted"] = accepted
     stats["requests"] = sum(own.requests for own in counters)
     for name in ("ttft", "tpot"):
         seconds = [x for own in counters for x in list(own.seconds[name])]

@@ -15,6 +15,7 @@ Reading order:
 - `wrappers` finds the text model within a model that also reads images.
 - `reading` is `from_hf`, and `writing` is its inverse `to_hf`.
 - `skipped_tensors` are the tensors that a text model does not read.
+- `draft_files` is the description of the files of draft heads, which `dflash_files` fills in.
 - `conversion` makes trees of tensors and tensors of trees. `leaf_assembly` makes leaves of tensors that come
   one by one.
 

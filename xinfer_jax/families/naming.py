@@ -133,8 +133,30 @@ def specs_by_names(
         _named_layer(layer, config, i, names, mixer_names, f"{prefix}.{i}.")
         for i, layer in enumerate(tree["layers"])
     )
-    rest = {leaf: spec for leaf, spec in tree.items() if leaf not in ("layers", "draft_head")}
-    return _named(rest, names.leaves, "", [], config) | {"layers": layers}
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def draft_specs(tree: Params, config: ModelConfig, names: Names, prefix: str) -> Params:
+    """Returns the parameter tree of a draft head with a `FileSpec` at every leaf.
+
+    Args:
+        tree: `DraftHead.param_specs` of the head.
+        config: the numbers of its own layers.
+        names: the names that differ from `NAMES`.
+        prefix: the prefix of a layer's tensors, with "{}" in the place of its number.
+    """
+    names = Names({**NAMES, **names.leaves}, names.joined)
+    tree = jax.tree_util.tree_map_with_path(
+        lambda path, spec: dataclasses.replace(spec, name=leaf_name(path)), tree
+    )
+    layers = tuple(
+        _named_layer(layer, config, i, names, {}, prefix.format(i)) for i, layer in enumerate(tree["layers"])
+    )
+    return _named(_outside_layers(tree), names.leaves, "", [], config) | {"layers": layers}
+
+
+def _outside_layers(tree: Params) -> Params:
+    return {leaf: spec for leaf, spec in tree.items() if leaf not in ("layers", "draft_head")}
 
 
 def _named_layer(

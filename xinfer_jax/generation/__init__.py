@@ -12,8 +12,10 @@ Reading order:
 - `output_checks`, with `no_token_left`, finds errors that are known only after sampling.
 - `executor` defines an executor, and rounds up the sizes of arrays. `loop` has the traced executor, which
   makes one program of the whole model. `executor_choice` chooses an executor.
-- `strategies` defines a decoding strategy, and has the plain one. `speculation` (with `drafting`) and
-  `beam_steps` are the other strategies. All are written over an executor.
+- `strategies` defines a decoding strategy, and has the plain one. `speculation` and `beam_steps` are the
+  other strategies. All are written over an executor.
+- `proposers` are the sources of draft tokens: functions, draft models and draft heads. `drafting` has the
+  proposer of a call, and `head_prefill` lets a draft head read the prompts.
 - `functional` has `prefill`, `decode_step` and `decode_loop`.
 - `rollouts` makes rows for training, `beams` has `beam_search`, and `scoring` has `score` (with `scores` and
   `score_masks`).

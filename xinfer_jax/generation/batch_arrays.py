@@ -50,8 +50,10 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     draft: Any = options.draft
     if hasattr(draft, "params"):  # needs the cache
         models.append((draft.params, draft.config))
+        is_own = draft.params is call.params.get("draft_head")
+        parts["draft"] = 0 if is_own else tree_bytes(draft.params)
     for tree, model in models:
-        dtype = options.cache_dtype or cache_dtype(tree)
+        dtype = options.cache_dtype or cache_dtype(tree if "embed" in tree else call.params)
         parts["cache"] += cache_bytes(model, rows, call.capacity, dtype)
     if options.use_cache:
         width = executor_class(call.params).prefill_width(call.longest, call.prompt_rows)

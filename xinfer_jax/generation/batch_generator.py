@@ -58,6 +58,13 @@ class BatchGenerator:
         self._memory = generation_plan(call, call.rows)
         self._call = call
         self._decodes_whole = decodes_whole
+        self._strategy: Strategy = Plain(call.config)
+        self._drafting: Any = None
+        if call.options.draft is not None:
+            from .drafting import Drafting  # optional: speculative decoding
+
+            self._drafting = Drafting(call)
+            self._strategy = self._drafting.strategy
         self._executor, self._decoder = self._executors()
         self._row_prompts = [prompt for prompt in call.prompts for _ in range(call.answers)]
         self._grammars: Any = None
@@ -75,14 +82,8 @@ class BatchGenerator:
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = RunnableModel(call.params, call.config, Extras(taps=call.options.taps))
         self._constants: tuple = call.params, self._model.extras
-        self._strategy: Strategy = Plain(call.config)
-        self._drafting: Any = None
-        if call.options.draft is not None:
-            from .drafting import Drafting  # optional: speculative decoding
-
-            self._drafting = Drafting(call)
+        if self._drafting is not None:
             self._constants = self._drafting.constants
-            self._strategy = self._drafting.strategy
 
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
         """Returns the executor that prefills and samples the first token, and the executor that decodes."""
@@ -92,7 +93,7 @@ class BatchGenerator:
 
             run = guarded(run, self._call.callers, None, options.taps)
         traced = TracedExecutor(RunConfig(options.impl), run)
-        if options.taps is not None:
+        if options.taps is not None or self._drafting is not None and self._drafting.head:
             return traced, traced
         executor = executor_class(self._call.params)(RunConfig(options.impl), run, self._call.greedy)
         return executor, traced if self._decodes_whole and options.use_cache else executor
@@ -203,7 +204,8 @@ class BatchGenerator:
         context = self._state.context
         draft_BT = None
         if self._drafting is not None and not first:
-            draft_BT = np.asarray(self._executor.run(*self._drafting.strategy.draft_call(context)))
+            args = self._constants, self._state, self._rest
+            draft_BT, self._rest = self._drafting.propose(self._decoder, *args)
         active_R = None if first else self.active_R
         masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
         self._state = self._state.with_masks(masks)
@@ -235,20 +237,25 @@ class BatchGenerator:
         """Returns the outputs of the last tokens of the rows that answer, and the parts of the carry other
         than the state.
         """
-        outputs, cache, *_ = executor.prefill(self._model, self._tokens, cache)
-        if draft_cache is not None:
-            draft_cache = self._drafting.prefill(executor, draft_cache)
+        unread = None
+        args = self._model, self._tokens, cache
+        if self._drafting is None:
+            outputs, cache, *_ = executor.prefill(*args)
+        else:
+            outputs, cache, draft_cache, unread = self._drafting.prefill(executor, *args, draft_cache)
         if self._call.answers > 1:
-            outputs = executor.run(_PICK, outputs, self._prompt_R)
+            outputs, unread = executor.run(_PICK, (outputs, unread), self._prompt_R)
             cache, draft_cache = (
                 x if x is None else executor.reorder(x, self._prompt_R) for x in (cache, draft_cache)
             )
+        self._unread = unread
         if self._drafting is None:
             return [outputs, cache]
         return [outputs, *self._drafting.start(executor, cache, draft_cache)]
 
     def _sample(self, executor: Executor, outputs: Any) -> DecodeState:
-        return executor.sample(executor.logits(self._model, outputs), self._state)[0]
+        state = dataclasses.replace(self._state, unread=self._unread)
+        return executor.sample(executor.logits(self._model, outputs), state)[0]
 
     def _recompute(self, executor: Executor, generated: list[list[int]]) -> DecodeState:
         """Returns the state with the next token, after a forward pass of the whole rows, without a cache."""
@@ -306,7 +313,7 @@ class BatchGenerator:
 
 
 def _pick(outputs_B, prompt_R):
-    return outputs_B[prompt_R]
+    return jax.tree.map(lambda x_B: x_B[prompt_R], outputs_B)
 
 
 _PICK = jax.jit(_pick)

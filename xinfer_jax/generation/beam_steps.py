@@ -18,7 +18,7 @@ from ..sampling.context import Context
 from ..sampling.random_keys import DRAW_BEAMS, gumbel_noise
 from ..sampling.sampler import all_greedy, is_plain_greedy, process_logits, warp_logits
 from .executor import Executor, RunnableModel
-from .speculation import logits_at, one_token
+from .proposers import logits_at, one_token
 from .state import DecodeState
 from .strategies import Carry, Strategy
 

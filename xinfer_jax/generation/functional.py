@@ -57,6 +57,7 @@ class Decoded(DecodeState):
             them. With `return_support` there is also `support_BTW`, uint32 [B, T, ceil(V/32)]: if id v was
             allowed, bit `v % 32` of word `v // 32` is set. None: you did not ask for them.
         output_start_B: always None, because the arrays have all sampled tokens.
+        unread: the values that a draft head needs next. None: no head drafts.
         cache: the KV cache with all tokens except the last one of each row.
         at_capacity_B: bool: the row ended before its limit, because the cache has no space for more tokens.
         routed_experts: int32 [B, T, L, U]: the experts of the sampled tokens (see `run_model`), if you asked

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from ..sampling.logprobs import Alternatives
 
 
+class UnreadFeatures(NamedTuple):
+    """Features of tokens for a draft head, which has not read the tokens after them yet."""
+
+    features_BTX: Any  # of the tokens before the last `count_B` tokens of each row, one each
+    count_B: Any  # int32
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class DecodeState(ShortRepr):
@@ -40,6 +47,7 @@ class DecodeState(ShortRepr):
         alternatives: the alternatives of each token. None: the call did not ask for them.
         output_start_B: int32: the number of tokens that were sampled before the first column of these arrays.
             None: no tokens.
+        unread: the values that a draft head needs next. None: no head drafts.
     """
 
     token_B: jax.Array
@@ -52,6 +60,7 @@ class DecodeState(ShortRepr):
     logprobs_BT: jax.Array
     alternatives: "Alternatives | None" = None
     output_start_B: jax.Array | None = None
+    unread: UnreadFeatures | None = None
 
     @property
     def length_B(self) -> jax.Array:
@@ -127,7 +136,7 @@ class SampledTokens(NamedTuple):
     finished_B: Any  # bool: the row has ended by an EOS token, or a caller's `stop`
     alternatives: Any = None
     passes_B: Any = None  # int32: passes of the model that each row took part in; None: one for each token
-    accepted_B: Any = None  # int32: accepted draft tokens; None: there are none
+    accepted_BT: Any = None  # int32: accepted draft tokens by their place in a step; None: there are none
 
     def rows(self) -> list[list[int]]:
         """Returns each row's tokens, on the host."""

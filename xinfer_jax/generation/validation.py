@@ -149,8 +149,6 @@ def validate_call(
     longest = max(map(len, prompts))
     _check_together(config, options)
     grammars, needs_masks = _compile_grammars(config, options, prompts)
-    if needs_masks and hasattr(options.draft, "params"):
-        raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
     sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
     if options.prefix is not None:
         _check_prefix(options, prompts)

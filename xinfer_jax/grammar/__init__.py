@@ -12,8 +12,8 @@ Make a `Grammar` with `json_schema`, `json_object`, `regex`, `choice` or `lark`,
 - A model that reasons before its answer is free until `reasoning_end`, but cannot end the answer before it.
 - Probabilities are the model's probabilities among the allowed texts, because every token whose bytes the
   grammar allows is allowed. Special tokens have no text, so no grammar allows them.
-- With speculative decoding, each draft token is verified under the grammar. A draft model raises
-  `InputError`, and functions propose draft tokens again within the step.
+- With speculative decoding, each draft token is verified under the grammar. If the host writes the masks,
+  it asks for the draft tokens first.
 - Compiled grammars are cached by their content. They are compiled in the thread that makes the request, not
   in an engine's thread or an event loop. llguidance bounds its work, and this package bounds the rest.
 

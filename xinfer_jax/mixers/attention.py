@@ -37,6 +37,7 @@ class VisibleKeys(NamedTuple):
     start_B: Any  # position of each row's first query; None: 0 for every row
     length_B: Any  # number of valid keys per row
     first_BT: Any = None  # position of the first key that each query sees: packed segments
+    further: Block | None = None  # keys that are not in the cache, with `first_BT` only
 
 
 class _Softmax(NamedTuple):
@@ -155,7 +156,7 @@ def query_block(
         row: the row of the cache to which the queries belong. None: all rows.
         decode_block: keys per loop step for a single query.
     """
-    start_B, length_B, first_BT = visible
+    start_B, length_B, first_BT, further = visible
     B, K, T, G, _ = q_BKTGH.shape
     width, blocks = kv.block_layout(KEY_BLOCK if T > 1 else decode_block)
     query_BT = start_B[:, None] + jnp.arange(T)
@@ -178,6 +179,9 @@ def query_block(
         softmax = lax.fori_loop(0, blocks, step, softmax)
     else:
         softmax = lax.fori_loop(low, high, update, softmax)
+    if further is not None:
+        visible_BTS = _visible(further, query_BT, kv.window, first_BT)
+        softmax = _add_block(softmax, q_BKTGH, further, visible_BTS, scoring)
     return (softmax.values_BKTGH / jnp.maximum(softmax.sum_BKTG, 1e-30)[..., None]).astype(q_BKTGH.dtype)
 
 

@@ -54,13 +54,23 @@ class Metrics:
             prompt_tokens=stats.prefill_tokens + stats.hits, generation_tokens=stats.generated_tokens,
             prefix_cache_queries=stats.prefill_tokens + stats.hits, prefix_cache_hits=stats.hits,
             prefix_cache_host_hits=stats.host_hits, prefix_cache_file_hits=stats.file_hits,
-            num_preemptions=stats.preemptions,
+            num_preemptions=stats.preemptions, spec_decode_num_drafts=stats.passes,
+            spec_decode_num_draft_tokens=stats.drafted,
+            spec_decode_num_accepted_tokens=sum(stats.accepted),
         )  # fmt: skip
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, value in values.items():
                 metric = family(f"vllm:{name}", name.replace("_", " "), labels=["model_name"])
                 metric.add_metric(labels, value)
                 yield metric
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "spec decode num accepted tokens per pos",
+            labels=["model_name", "position"],
+        )
+        for position, value in enumerate(stats.accepted):
+            by_place.add_metric([*labels, str(position)], value)
+        yield by_place
 
     def observe(self, request: Request) -> None:
         """Counts a request that has ended."""

@@ -22,7 +22,9 @@ from ..processes.channel import GONE, Channel, Listener, Message
 from ..processes.coordinator import find_difference
 from .peer_messages import EVENTS, REQUESTS
 
-_SUMS = {"hits", "preemptions", "prefill_tokens", "generated_tokens", "programs"}  # of `EngineStats`
+_SUMS = {  # of `EngineStats`
+    "hits", "preemptions", "prefill_tokens", "generated_tokens", "programs", "passes", "drafted", "accepted",
+}  # fmt: skip
 
 
 class Peer:

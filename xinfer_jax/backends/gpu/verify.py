@@ -91,7 +91,7 @@ def _count_appended(token_BT, draft_BT, state):
     token_BT = token_BT[:, :count]
     goes_on_BT = (token_BT == draft_BT) & ~_ends_row(token_BT, state.context.eos_BE)
     goes_on_BT &= state.length_B[:, None] + index_T + 1 < state.limit_B[:, None]
-    accepted_B = jnp.min(jnp.where(goes_on_BT, count, index_T), 1)
+    accepted_B = jnp.min(jnp.where(goes_on_BT, count, index_T), 1, initial=count)
     return jnp.where(state.active_B, accepted_B + 1, 0)
 
 
