@@ -2,7 +2,7 @@
 
 `pip install -e '.[train]'`, then `python scripts/train_tiny.py`: some minutes on two CPU cores. The files are
 copied to --output only if the model that is loaded from them answers correctly. The same seed gives the same
-weights on one machine with the same versions.
+weights on one machine with the same versions. Train its draft head again after it, by train_head.py.
 """
 
 from launcher import start

@@ -1,1 +1,1 @@
-"""The data of the bundled checkpoint."""
+"""The data of the bundled checkpoint and of its draft head."""

@@ -67,6 +67,7 @@ def test_bundled_files_are_complete_and_small():
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "mtp.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
         "README.md",

@@ -192,7 +192,7 @@ def test_programs_start_in_one_way():
     del examples["checkout"]
     flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
     # check_gpu and check_tpu check for packages first, and print a table at Ctrl-C.
-    assert {"bench_peers", "compare_behaviour", "soak_engine", "train_tiny"} <= flagged
+    assert {"bench_peers", "compare_behaviour", "soak_engine", "train_head", "train_tiny"} <= flagged
     for name in flagged | {"chat", "generate", "bench", "perplexity", "plan", "quantize"}:
         first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
         assert "launcher" in ast.unparse(first), name

@@ -108,7 +108,8 @@ def test_a_wheel_has_one_top_level_name(archives):
     own = {name for name in wheel if not name.startswith("xinfer_jax/")}
     assert {name.split("/")[0] for name in own} == {f"xinfer_jax-{PROJECT['version']}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in own)
-    for name in ("py.typed", "assets/model.safetensors", "estimates/model_shapes.json", "serve/page.html"):
+    assets = ("assets/model.safetensors", "assets/mtp.safetensors")
+    for name in ("py.typed", *assets, "estimates/model_shapes.json", "serve/page.html"):
         assert f"xinfer_jax/{name}" in wheel
     assert {f"xinfer_jax/{path}" for path in tracked("xinfer_jax") if path.suffix == ".py"} <= wheel
     assert {f"xinfer_jax/kernels_pallas/{path}" for path in tracked("kernels_pallas")} <= wheel

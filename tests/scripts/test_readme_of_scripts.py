@@ -18,6 +18,7 @@ from xinfer_jax.cli.commands import COMMANDS
 pytestmark = pytest.mark.oldest
 
 HELPERS = {"launcher.py", "script_paths.py"}
+TRAINING = {"train_head", "train_tiny"}
 COMMAND = re.compile(r"python (scripts|tests/support)/(\w+)\.py([^`\n|#]*)")
 PAGES = [
     str(path.relative_to(ROOT))
@@ -71,10 +72,10 @@ LINES = sorted({command for page in PAGES for command in commands(page) if "NAME
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), full_except([line for line in LINES if line[0] != "train_tiny"], LINES)
+    ("name", "given"), full_except([line for line in LINES if line[0] not in TRAINING], LINES)
 )
 def test_a_command_of_a_page_parses(name, given, monkeypatch):
-    if name == "train_tiny":
+    if name in TRAINING:
         pytest.importorskip("optax", reason="the extra `train` is not installed")
     monkeypatch.delitem(sys.modules, "gpu.check_command", raising=False)  # its flags belong to two programs
     parse(name, shlex.split(given.replace("…", "")))
