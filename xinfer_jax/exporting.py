@@ -19,15 +19,17 @@ from .errors import InputError, format_value
 DATACLASSES = {
     "adapters.adapter": ("Adapter",),
     "cache.contiguous": ("Contiguous",),
+    "cache.draft_prefix": ("FeatureRows",),
     "cache.float8_kv": ("Float8KV",),
     "cache.gear": ("GearKV",),
     "cache.latent_kv": ("LatentKV",),
     "cache.kv_cache": ("KVCache",),
-    "cache.paged": ("Paged", "RoutePages"),
+    "cache.paged": ("FeaturePages", "Paged", "RoutePages"),
     "cache.quantized_kv": ("QuantizedKV",),
     "cache.ring": ("Ring",),
     "cache.side_by_side": ("SideBySideKV",),
     "generation.beam_steps": ("BeamState",),
+    "generation.draft_state": ("DraftState",),
     "generation.functional": ("Decoded",),
     "generation.scores": ("Scores",),
     "generation.speculation": ("SpeculationState",),
@@ -51,7 +53,9 @@ DATACLASSES = {
 }
 NAMED_TUPLES = {
     "adapters.adapter": ("LowRank",),
+    "generation.draft_state": ("PrefilledDraft",),
     "generation.rollouts": ("PackedRollout",),
+    "generation.state": ("UnreadFeatures",),
     "model.decoder": ("ModelOutput",),
     "sampling.caller_processors": ("SamplingContext",),
     "weights.adapted_weight": ("RowAdapters",),

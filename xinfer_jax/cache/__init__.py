@@ -13,8 +13,8 @@ Reading order (the core ends with `kv_cache`):
 - `truncation` lets rows go back to fewer tokens.
 - `page_size` and `paged` are pages of a pool that rows share.
 - `fingerprint` is a hash that identifies the model of a cache.
-- `prefix` is a cache that later calls reuse, `draft_prefix` is its part for a draft head, and `prefix_files`
-  is its file.
+- `prefix` is a cache that later calls reuse, and `draft_prefix` is its part for a draft head.
+- `prefix_files` is the file of a prefix, and `prefix_tensors` has the tensors in it.
 
 Decisions:
 

@@ -49,7 +49,7 @@ class DraftPrefix(ShortRepr):
     """The data of a draft head for the tokens of a `Prefix`.
 
     Attributes:
-        model: the `head_fingerprint` of the head.
+        model: the `draft_fingerprint` of the head.
         cache: the cache of the head. None: the head has no cache.
         features: the features of the tokens. X numbers of a token are D numbers for most heads, in the dtype
             of the activations.

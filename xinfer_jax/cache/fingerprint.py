@@ -54,7 +54,7 @@ def _config(config: ModelConfig) -> str:
     return json.dumps(fields(dataclasses.replace(config, rope=rope)), sort_keys=True, default=fields)
 
 
-def head_fingerprint(head: Any, params: Params) -> str:
+def draft_fingerprint(head: Any, params: Params) -> str:
     """Returns a hash of a draft head, as `fingerprint` returns one of a model. It leaves out the target.
 
     Args:

@@ -67,9 +67,11 @@ class Prefix:
             return next((i for i in range(limit) if cached[i] != prompt[i]), limit)
 
         shared_B = _pad_rows(self.cache, map(common, self.tokens, prompts))
-        for cache in (self.cache, self.draft and self.draft.cache):
-            if cache is not None:
-                shared_B = np.where(can_truncate(cache, shared_B), shared_B, 0)
+        caches = [self.cache]
+        if self.draft is not None and self.draft.cache is not None:
+            caches.append(self.draft.cache)
+        for cache in caches:
+            shared_B = np.where(can_truncate(cache, shared_B), shared_B, 0)
         return shared_B[: len(prompts)]
 
     def check_call(self, prompts: _Rows, capacity: int | None, dtype: str | None) -> None:
@@ -105,7 +107,7 @@ class Prefix:
         return dataclasses.replace(self, tokens=[[] for _ in self.tokens], cache=cache, draft=draft)
 
     def check_draft(self, model: str) -> None:
-        """Raises `InputError` if the prefix lacks the data of the draft head of this `head_fingerprint`."""
+        """Raises `InputError` if the prefix lacks the data of the draft head of this `draft_fingerprint`."""
         if self.draft is None or self.draft.model != model:
             found = "no data of a draft head" if self.draft is None else "data of another draft head"
             raise InputError(

@@ -4,7 +4,6 @@ their tokens and model.
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,17 +19,23 @@ from ..modes import in_default_modes
 from ..old_names import check_order
 from ..weights.params import Params
 from .draft_prefix import DraftPrefix, FeatureRows
-from .fingerprint import fingerprint, head_fingerprint
-from .kv_cache import KVCache, init_cache
+from .fingerprint import draft_fingerprint, fingerprint
 from .prefix import Prefix
+from .prefix_tensors import (
+    FEATURES,
+    OF_HEAD,
+    array_from_file,
+    array_to_file,
+    cache_from_file,
+    cache_to_file,
+    num_used,
+)
 from .stored_kv import quantized_dtype
 
 if TYPE_CHECKING:
     from ..draft_heads.draft import Draft
 
 _FORMAT = 6  # earlier ones have a fingerprint of another config
-_OF_HEAD = "draft."  # names of the tensors of a draft head; metadata["draft"] describes them
-_FEATURES = "draft.features"
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -59,7 +64,7 @@ def save_prefix(params: Params, config: ModelConfig, prefix: Prefix, path: str |
             "the prefix does not say which longrope factors rotated its keys: give Prefix its factors"
         )
     tokens = [list(map(int, row)) for row in prefix.tokens]
-    settings, tensors = _cache_to_file(prefix.cache, tokens)
+    settings, tensors = cache_to_file(prefix.cache, tokens)
     if prefix.draft is not None:
         settings["draft"], of_head = _draft_to_file(prefix.draft, tokens)
         tensors |= of_head
@@ -112,7 +117,7 @@ def load_prefix(
             config = dataclasses.replace(config, rope=fixed)
             # A file may ask for any capacity; no call can use more than the context limit.
             capacity = capacity or min(saved["capacity"], config.context_length)
-            cache = _cache_from_file(path, file, config, saved, capacity)
+            cache = cache_from_file(path, file, config, saved, capacity)
             of_head = None
             if draft is not None:
                 of_head = _draft_from_file(path, file, draft, (params, config), saved, capacity)
@@ -179,28 +184,14 @@ def _valid_settings(saved: dict[str, Any], lengths: list[int]) -> dict[str, bool
     )
 
 
-def _cache_to_file(cache: KVCache, tokens: list[list[int]], name: str = "") -> tuple[dict, dict]:
-    """Returns the settings and the tensors of a cache. name: the beginning of their names."""
-    rows = len(tokens)
-    reached = None if cache.reached_B is None else cache.reached_B.tolist()[:rows]
-    used = jax.tree.leaves(_used_arrays(cache, tokens, reached))
-    tensors = {f"{name}{i}": _to_file(x, rows) for i, x in enumerate(used)}
-    return dict(dtype=cache.dtype, capacity=cache.capacity, reached=reached), tensors
-
-
-def _to_file(array: Any, rows: int) -> np.ndarray:
-    array = np.ascontiguousarray(array)[:rows]
-    return array.view(_file_dtype(array.dtype))
-
-
 def _draft_to_file(draft: DraftPrefix, tokens: list[list[int]]) -> tuple[dict, dict]:
     """Returns the settings and the tensors of the data of a draft head."""
-    features = np.asarray(draft.features.features_BSX)[:, : _num_used(tokens, None)]
+    features = np.asarray(draft.features.features_BSX)[:, : num_used(tokens, None)]
     settings: dict = dict(model=draft.model, features=features.dtype.name)
-    tensors = {_FEATURES: _to_file(features, len(tokens))}
+    tensors = {FEATURES: array_to_file(features, len(tokens))}
     if draft.cache is None:
         return settings, tensors
-    of_cache, cached = _cache_to_file(draft.cache, _cut(tokens, draft.cache.capacity), _OF_HEAD)
+    of_cache, cached = cache_to_file(draft.cache, _cut(tokens, draft.cache.capacity), OF_HEAD)
     return settings | of_cache, tensors | cached
 
 
@@ -209,40 +200,15 @@ def _cut(tokens: list[list[int]], capacity: int) -> list[list[int]]:
     return [row[:capacity] for row in tokens]
 
 
-def _cache_from_file(
-    path: str | Path, file: Any, config: ModelConfig, saved: dict[str, Any], capacity: int, name: str = ""
-) -> KVCache:
-    """Returns the cache of a file. saved: its settings and the tokens. name: the beginning of the names of
-    its tensors.
-    """
-    tokens = saved["tokens"]
-    new = partial(init_cache, config, len(tokens), dtype=saved["dtype"])
-    own_capacity = min(saved["capacity"], config.context_length)
-    k, v = _tensors(path, file, jax.eval_shape(lambda: new(capacity=own_capacity)), saved, name)
-    used = _num_used(tokens, saved["reached"])
-    if used > capacity:
-        raise InputError(
-            f"{path} needs slots for {used} tokens, more than the capacity {capacity}: raise capacity"
-        )
-
-    empty = jax.eval_shape(lambda: new(capacity=capacity))
-    try:
-        layers = tuple(layer.fill(*kv) for layer, *kv in zip(empty.layers, k, v, strict=True))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        raise InputError(f"{path} does not fit in memory with a capacity of {capacity}: lower it") from error
-    length_B = jnp.array([len(row) for row in tokens], jnp.int32)
-    reached_B = None if empty.reached_B is None else jnp.array(saved["reached"] or length_B, jnp.int32)
-    return KVCache(layers, length_B, jnp.zeros(len(length_B), bool), reached_B)
-
-
 def _draft_from_file(
     path: str | Path, file: Any, draft: Any, model: tuple, saved: dict[str, Any], capacity: int
 ) -> DraftPrefix:
     """Returns the data of a draft head. model: the parameters and the config of its target."""
     from ..generation.head_prefill import bound_head  # optional: draft heads
 
-    head, params = bound_head(draft, *model, 1)
-    name = head_fingerprint(head, params)
+    params, config = model
+    head, own = bound_head(draft, params, config, 1)
+    name = draft_fingerprint(head, own)
     of_head = saved.get("draft")
     if of_head is None or of_head["model"] != name or head.has_cache != ("dtype" in of_head):
         raise InputError(
@@ -252,58 +218,15 @@ def _draft_from_file(
     cache = None
     if head.has_cache:
         settings = of_head | dict(tokens=_cut(saved["tokens"], of_head["capacity"]))
-        cache = _cache_from_file(
-            path, file, head.config, settings, min(capacity, head.config.context_length), _OF_HEAD
+        cache = cache_from_file(
+            path, file, head.config, settings, min(capacity, head.config.context_length), OF_HEAD
         )
-    used = _num_used(saved["tokens"], None)
+    used = num_used(saved["tokens"], None)
     shape = len(saved["tokens"]), used, head.feature_size
-    features_BSX = _array(path, file, _FEATURES, jax.ShapeDtypeStruct(shape, jnp.dtype(of_head["features"])))
-    features_BSX = jnp.pad(features_BSX, ((0, 0), (0, capacity - used), (0, 0)))
+    like = jax.ShapeDtypeStruct(shape, jnp.dtype(of_head["features"]))
+    used_BSX = array_from_file(path, file, FEATURES, like)
+    features_BSX = jnp.pad(used_BSX, ((0, 0), (0, capacity - used), (0, 0)))
     return DraftPrefix(name, cache, FeatureRows(features_BSX))
-
-
-def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any], name: str) -> Any:
-    """Returns the saved arrays of a cache like this one, as `_used_arrays` returned them."""
-    used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
-    wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
-    names = [f"{name}{i}" for i in range(len(wanted))]
-    found = {x for x in file.keys() if x.startswith(_OF_HEAD) == bool(name)} - {_FEATURES}
-    if found != set(names):
-        raise InputError(
-            f"{path} is damaged, it has other tensors than the {len(names)} of its cache: save it again"
-        )
-    return jax.tree.unflatten(tree, [_array(path, file, *pair) for pair in zip(names, wanted, strict=True)])
-
-
-def _array(path: str | Path, file: Any, name: str, like: Any) -> np.ndarray:
-    """Returns a tensor of a file, which must have the shape and dtype of another."""
-    stored = file.get_slice(name)
-    dtype = _file_dtype(like.dtype)
-    got = stored.get_dtype(), stored.get_shape()
-    if got != (want := (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(like.shape))):
-        raise InputError(f"{path} is damaged, its tensor {name} is {got}, expected {want}: save it again")
-    array = file.get_tensor(name).view(like.dtype)
-    if like.dtype != np.uint8 and not np.isfinite(array).all():
-        raise InputError(f"{path} has numbers that are not finite: save it again")
-    return array
-
-
-def _file_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype of an array in a file. Float types of one and two bytes are stored as unsigned
-    integers with the same bits.
-    """
-    bits: Any = {1: np.uint8, 2: np.uint16}
-    return np.dtype(bits.get(dtype.itemsize, dtype))
-
-
-def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | None) -> list[Any]:
-    """Returns the used keys of all layers, then the used values of all layers."""
-    return [*zip(*(layer.used_arrays(_num_used(tokens, reached)) for layer in cache.layers), strict=True)]
-
-
-def _num_used(tokens: list[list[int]], reached: list[int] | None) -> int:
-    """Returns the most tokens that a row has or, with a ring, the most that a row has ever had."""
-    return max(reached or map(len, tokens))
 
 
 def _factors(config: ModelConfig) -> tuple[tuple[float, ...], ...]:

@@ -15,9 +15,9 @@ Reading order:
 - `strategies` defines a decoding strategy, and has the plain one. `speculation` and `beam_steps` are the
   other strategies. All are written over an executor.
 - `proposers` are the sources of draft tokens: functions, draft models and draft heads. `draft_sources` checks
-  the argument `draft`, and `drafting` has the
-  proposer of a call, and `head_prefill` lets a draft head read the prompts.
-- `functional` has `prefill`, `decode_step` and `decode_loop`.
+  the argument `draft`, `drafting` has the proposer of a call, and `head_prefill` lets a draft head read the
+  prompts.
+- `functional` has `prefill`, `decode_step` and `decode_loop`, and `draft_state` has `prefill_with_draft`.
 - `rollouts` makes rows for training, `beams` has `beam_search`, and `scoring` has `score` (with `scores` and
   `score_masks`).
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache.draft_prefix import DraftPrefix, FeatureRows
-from ..cache.fingerprint import head_fingerprint
+from ..cache.fingerprint import draft_fingerprint
 from ..cache.kv_cache import KVCache
 from ..cache.prefix import Prefix
 from ..cache.truncation import truncate
@@ -58,7 +58,7 @@ class Drafting:
         draft = _check(call)
         prefix: Any = options.prefix
         if prefix and isinstance(draft, BoundHead):
-            prefix.check_draft(head_fingerprint(draft.head, draft.params))
+            prefix.check_draft(draft_fingerprint(draft.head, draft.params))
         elif prefix:
             prefix = dataclasses.replace(prefix, draft=None)
         return dataclasses.replace(options, draft=draft, prefix=prefix)
@@ -70,7 +70,7 @@ class Drafting:
         call = self._call
         config: Any = self._source.config
         options = call.options
-        prefix: DraftPrefix | None = options.prefix and options.prefix.draft
+        prefix = options.prefix.draft if options.prefix else None
         cache = features = None
         if prefix is not None:  # the call copies the prefix, because its loops reuse the memory
             features = jax.tree.map(jnp.copy, prefix.features)
@@ -122,7 +122,7 @@ class Drafting:
             length_B = jnp.minimum(prefix.cache.length_B, cache.capacity)
             cache = dataclasses.replace(cache, length_B=length_B)
         features: Any = drafts.features
-        model = head_fingerprint(self.head, source.params)
+        model = draft_fingerprint(self.head, source.params)
         return dataclasses.replace(prefix, draft=DraftPrefix(model, cache, features))
 
     def start(

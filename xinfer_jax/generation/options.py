@@ -90,8 +90,10 @@ class GenerateOptions:
         draft_tokens: the number of draft tokens per step, 1 to 16. Fewer are used if fewer fit into the
             answer.
         prefix: the `out.prefix` of an earlier call. The part of each prompt that it covers is not prefilled
-            again. None prefills all tokens.
-        keep_prefix: True returns the KV cache as `out.prefix`, for the next call.
+            again. If a draft head drafts, the earlier call must have had the same `draft`. None prefills all
+            tokens.
+        keep_prefix: True returns the KV cache as `out.prefix`, for the next call. If a draft head drafts, the
+            prefix has the cache of the head too, and X numbers for each token, for most heads D.
         logits: True also returns the logits of every step, before any logits processor: float32 [steps, V]
             per row.
         support: True also returns the sampling mask of every step, as `score` takes it: uint32 [steps,

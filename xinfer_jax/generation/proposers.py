@@ -142,8 +142,10 @@ class HeadProposer(Proposer):
         """Returns the head's cache with the unread tokens except the last one, also of rows that have ended.
         So it has as many tokens as the cache of the target.
         """
-        unread, head_cache = _unread_tokens(state, head_cache, state.unread.count_B - 1)
-        return self.head.read(HeadParams(*params), unread, head_cache, head_run_config(executor.run_config))
+        known: Any = state.unread
+        unread, cache = _unread_tokens(state, head_cache, known.count_B - 1)
+        own = HeadParams(*params)
+        return self.head.read(own, unread, cache, head_run_config(executor.run_config))  # type: ignore[arg-type]
 
     def features(self, params, verified):
         reads = tuple(verified.reads[layer] for layer in self.head.taps)

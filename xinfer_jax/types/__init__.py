@@ -9,6 +9,7 @@ overview of `xinfer_jax` lists the letters.
   `TextStream`, `SampleOutput`, `TokenLogprobs`, `TokenText`, `Prefix`, and `Selection` of `kernels_used`.
 - Requests of an engine: `Request`, `Answer`.
 - Reports and statistics: `BatchReport`, `GenerateStats`, `EngineStats`, `LoadStats`.
+- Results that you give to `decode_loop`: `DraftState`.
 - Arguments that your functions get: `DecodeState`, `SamplingContext`.
 - A part of a config: `RopeConfig`.
 """
