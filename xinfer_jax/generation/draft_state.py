@@ -180,7 +180,7 @@ def check_drafting(drafting: Any, cache: KVCache, history_BS: Any, size: int, ot
         raise InputError(f"drafting must come from prefill_with_draft, got {format_value(drafting)}")
     for name, value in others.items():
         if value is not None and value is not False:
-            raise InputError(f"{name} does not combine with drafting: leave out {name} or drafting")
+            raise InputError(f"{name} cannot be combined with drafting: leave out {name} or drafting")
     if history_BS is None:
         raise InputError(
             "drafting needs history_BS: give each row's tokens in order, with space for the new ones"
