@@ -1,0 +1,107 @@
+"""Draft heads in calls and engines: the tokens are those of plain decoding, and each draft token is the one
+that the head drafts after the certain tokens alone, so acceptance is known to the token.
+"""
+
+import jax
+import numpy as np
+import pytest
+from draft_cases import HEADS, draft_case, expected_accepted, prompts
+from quick import full_except
+
+import xinfer_jax as xj
+
+pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
+
+SAMPLED = xj.SamplingConfig(temperature=1.0, top_p=0.95, repetition_penalty=1.1)
+DRAFTS = 3
+some_heads = pytest.mark.parametrize("name", full_except(("mtp", "dspark"), HEADS))
+COUNTS = [12, pytest.param(200, marks=pytest.mark.soak)]  # of prompts
+
+
+def options(**given):
+    return xj.GenerateOptions(**dict(max_tokens=24, eos_token_ids=(), draft_tokens=DRAFTS) | given)
+
+
+def generate(case, ids, **given):
+    model = case.model
+    key = jax.random.key(3) if "sampling" in given else None
+    return xj.generate(model.params, model.config, ids, options(**given), key=key)
+
+
+def make_engine(case, draft, **given):
+    settings = dict(rows=4, capacity=256, chunk=64, draft=draft, draft_tokens=DRAFTS)
+    return xj.Engine(case.model, **settings | given)
+
+
+@some_heads
+@pytest.mark.parametrize("count", COUNTS)
+def test_calls_give_the_tokens_of_plain_decoding(name, count):
+    case = draft_case(name)
+    ids = prompts(count, case.model.config.vocab_size)
+    plain = generate(case, ids)
+    drafted = generate(case, ids, draft=case.draft)
+    assert drafted.tokens == plain.tokens
+    np.testing.assert_allclose(drafted.logprobs, plain.logprobs, atol=1e-4)
+    sampled = [generate(case, ids, sampling=SAMPLED, draft=draft) for draft in (None, case.draft)]
+    assert sampled[0].tokens == sampled[1].tokens
+    rows = 3 if count < 100 else 40
+    expected = [
+        expected_accepted(case, prompt, tokens, DRAFTS)
+        for prompt, tokens in zip(ids[:rows], plain.tokens, strict=False)
+    ]
+    assert drafted.stats.accepted[:rows] == expected
+    assert np.sum(drafted.stats.accepted) > 0, "no draft token was right by chance"
+    passes = [
+        len(tokens) - 1 - sum(row) for tokens, row in zip(plain.tokens, drafted.stats.accepted, strict=True)
+    ]
+    assert drafted.stats.passes == passes
+
+
+@some_heads
+@pytest.mark.parametrize("count", COUNTS)
+def test_engines_give_the_same_bits_alone_and_together(name, count):
+    """Rows that share pages, and rows that are preempted, draft as a row alone does."""
+    case = draft_case(name)
+    ids = prompts(count, case.model.config.vocab_size)
+    plain = generate(case, ids)
+    with make_engine(case, None) as engine:
+        engine.generate(ids, options())
+        hits = engine.stats.hits
+    with make_engine(case, case.draft, rows=2, pages=7) as engine:
+        preempted = engine.generate(ids, options())
+        assert engine.stats.preemptions or name == "mtp-hybrid"
+    with make_engine(case, case.draft) as engine:
+        together = engine.generate(ids, options())
+        assert engine.stats.hits == hits > 0
+        stats = engine.stats
+        alone = [engine.generate([row], options())[0] for row in ids[:12]]
+    assert [out.tokens[0] for out in together] == plain.tokens
+    assert [out.tokens[0] for out in preempted] == plain.tokens
+    accepted = [out.stats.accepted[0] for out in together]
+    assert np.sum(accepted, 0).tolist() == stats.accepted and stats.drafted == DRAFTS * stats.passes
+    assert accepted == generate(case, ids, draft=case.draft).stats.accepted
+    for one, other in zip(alone, together, strict=False):
+        assert one.tokens == other.tokens and one.logprobs == other.logprobs
+        assert one.stats.accepted == other.stats.accepted
+    assert [out.stats.accepted[0] for out in preempted] == accepted
+
+
+@some_heads
+def test_weights_that_change_in_flight(name):
+    """A row goes on with the new weights as an engine without drafts does."""
+    case = draft_case(name)
+    config = case.model.config
+    ids = prompts(3, config.vocab_size)
+    params = jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, case.model.params)
+    answers = []
+    for draft in (None, case.draft):
+        with make_engine(case, draft) as engine:
+            requests = [engine.submit(row, options(max_tokens=100)) for row in ids]
+            next(iter(requests[0]))
+            engine.update(params, mode="recompute")
+            outs = [request.result() for request in requests]
+            answers.append([(len(out.tokens[0]), out.finish_reason) for out in outs])
+            later = engine.generate(ids, options())
+    assert answers[0] == answers[1]
+    new = xj.generate(params, config, ids, options())
+    assert [out.tokens[0] for out in later] == new.tokens
