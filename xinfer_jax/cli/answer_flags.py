@@ -24,6 +24,7 @@ PARSER = FlagParser(
     "--prompt TEXT [flags]",
     '--prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
+DRAFT_NAMES = ("lookup", "mtp")  # values of --draft that name no files
 GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
 _CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")
 _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
@@ -95,7 +96,10 @@ def define_engine(parser: FlagParser) -> None:
     for field in dataclasses.fields(EngineOptions):
         if field.metadata["flag"]:
             text = texts[field.name].replace("`", "")
-            parser.add_option(field, text[:1].upper() + text[1:])
+            if field.name == "draft":
+                define_draft(parser)
+            else:
+                parser.add_option(field, text[:1].upper() + text[1:])
     define_kernels(parser)
     define_cache_dtype(parser, (name for name in _CACHE_DTYPES if name != "gear"))
     parser.add_texts(
@@ -103,6 +107,16 @@ def define_engine(parser: FlagParser) -> None:
         "NAME=PATH: a LoRA adapter that requests may name; a directory or a hub name; may be given several"
         " times.",
         "give NAME=PATH",
+    )
+
+
+def define_draft(parser: FlagParser, head: str = "a draft head") -> None:
+    """Defines the flag that names the source of draft tokens. head: the kinds of files that it may name."""
+    parser.add_text(
+        "draft",
+        "Speculative decoding: lookup drafts tokens from the text, mtp by the head in the files of --model, a"
+        f" directory or a hub name by {head}. Default: none.",
+        empty="give lookup, mtp, a directory or a hub name",
     )
 
 
@@ -122,7 +136,7 @@ def engine_options(flags: Any) -> EngineOptions:
     names = [field.name for field in dataclasses.fields(EngineOptions) if field.name in flags]
     given = {name: flags[name].value for name in names}
     given |= {name: parse_devices(name, given[name]) for name in ("prefill_devices", "decode_devices")}
-    draft = None if flags.draft == "none" else flags.draft
+    draft: Any = None if flags.draft == "none" else flags.draft
     return EngineOptions(**given | dict(adapters=_adapters(flags.adapter), draft=draft))
 
 
@@ -195,11 +209,7 @@ def _define_decoding(parser: FlagParser) -> None:
     parser.add_integer(
         "logprobs", "Print the probability of each token, and of this many of the most likely ones.", 0
     )
-    parser.add_text(
-        "draft",
-        "Speculative decoding: a draft checkpoint with the same vocabulary, or lookup (prompt lookup).",
-        empty="give a checkpoint or lookup",
-    )
+    define_draft(parser, "a draft head, or by a model with the same vocabulary")
     parser.add_integer(
         "draft_tokens", "Draft tokens for each pass of the model.", default=3, least=1, most=16
     )

@@ -11,12 +11,16 @@ from typing import Any
 
 import jax
 
+from ..checkpoint.draft_loading import is_draft, load_draft
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
+from ..draft_heads.draft import Draft
 from ..errors import InputError, format_message, format_value
 from ..formats.hub import HubOptions, checkpoint_path, split_revision
 from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
+from ..weights.params import activation_dtype
+from .answer_flags import DRAFT_NAMES
 from .terminal import status
 
 
@@ -30,20 +34,43 @@ def join_processes() -> int:
 
 def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
     """Opens a checkpoint with the settings of flags. A download shows its progress bar. noun: the word for it
-    in errors. --revision belongs to the "model".
+    in errors. --revision belongs to the "model", and so does the head of --draft=mtp.
     """
     path = checkpoint_path(name, noun, HubOptions(flags.revision if noun == "model" else None))
     mesh = flags.mesh
     if distributed_args() and not mesh:
         mesh = f"model={jax.device_count()}"
     mesh = parse_mesh(mesh) if mesh else None
+    with_head = noun == "model" and "draft" in flags and flags.draft == "mtp"
+    options: dict[str, Any] = dict(dequantize=flags.dequantize, draft_head=with_head)
     with status("opening the model"):
-        checkpoint = open_checkpoint(
-            path, flags.dtype, flags.quantize, mesh, flags.activations, dequantize=flags.dequantize
-        )
+        checkpoint = open_checkpoint(path, flags.dtype, flags.quantize, mesh, flags.activations, **options)
     name = split_revision(name)[0] if name else "bundled"
     model = dataclasses.replace(checkpoint.model, name=name)
     return dataclasses.replace(checkpoint, model=model)
+
+
+def named_draft(draft: str | None, model: Model) -> Any:
+    """Returns the draft that --draft names, for the model: None, "lookup", "mtp", or the head in a directory
+    or a repository on the hub. Returns the name of any other checkpoint as it is.
+    """
+    if draft in (None, "none"):
+        return None
+    if draft in DRAFT_NAMES or not is_draft(draft):
+        return draft
+    with status("loading the draft head"):
+        return load_draft(draft, activation_dtype(model.params))
+
+
+def engine_draft(draft: Any, model: Model) -> Any:
+    """Runs `named_draft` for an engine. Raises InputError if the flag names a model."""
+    found = draft if isinstance(draft, Draft) else named_draft(draft, model)
+    if isinstance(found, str) and found not in DRAFT_NAMES:
+        raise InputError(
+            f"--draft={format_value(found)} is a model, and engines do not draft by models: give lookup, mtp,"
+            " or a draft head"
+        )
+    return found
 
 
 def check_devices(flags: Any) -> None:

@@ -57,7 +57,9 @@ def place_draft(draft: Draft, params: Params) -> Draft:
             is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
             where = jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=is_spec)
         copies.clear()
-        copies[place] = jax.tree.map(_put, draft.params, where) if mesh else jax.device_put(draft.params, where)
+        copies[place] = (
+            jax.tree.map(_put, draft.params, where) if mesh else jax.device_put(draft.params, where)
+        )
     return dataclasses.replace(draft, params=copies[place])
 
 
