@@ -29,14 +29,13 @@ from ..sampling.sampling_config import SamplingConfig
 from ..sampling.settings import SETTINGS
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_text_from_ids
-from .answer_flags import DRAFT_NAMES
 from .process import seconds_since_start
 from .startup import (
     chunks_with_status,
     compile_status,
     join_processes,
     load_and_compile,
-    named_draft,
+    open_draft,
     open_model,
     use_compilation_cache,
 )
@@ -55,10 +54,8 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     assert prompt is not None
     checkpoints = [with_adapter_files(open_model(flags.model, flags), flags.adapter)]
     model = checkpoints[0].model  # of shapes only, for compilation
-    draft = named_draft(flags.draft, model)
-    if isinstance(draft, str) and draft not in DRAFT_NAMES:
-        checkpoints.append(open_model(draft, flags, "draft model"))
-        draft = checkpoints[1].model
+    draft, of_draft = open_draft(flags, model)
+    checkpoints += of_draft
     sampling = sampling_from_flags(flags, model)
     options = GenerateOptions(
         max_tokens=flags.max_tokens, sampling=sampling, use_cache=flags.use_cache, impl=flags.impl,

@@ -13,7 +13,6 @@ import jax
 
 from ..checkpoint.draft_loading import is_draft, load_draft
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
-from ..draft_heads.draft import Draft
 from ..errors import InputError, format_message, format_value
 from ..formats.hub import HubOptions, checkpoint_path, split_revision
 from ..processes.launcher import distributed_args
@@ -50,9 +49,31 @@ def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
     return dataclasses.replace(checkpoint, model=model)
 
 
-def named_draft(draft: str | None, model: Model) -> Any:
-    """Returns the draft that --draft names, for the model: None, "lookup", "mtp", or the head in a directory
-    or a repository on the hub. Returns the name of any other checkpoint as it is.
+def open_draft(flags: Any, model: Model) -> tuple[Any, list[Checkpoint]]:
+    """Returns the draft that --draft names, for `GenerateOptions`, and the checkpoint of a draft model, whose
+    weights are not read yet. model: the model that verifies the draft tokens.
+    """
+    draft = _named_draft(flags.draft, model)
+    if not isinstance(draft, str) or draft in DRAFT_NAMES:
+        return draft, []
+    checkpoint = open_model(draft, flags, "draft model")
+    return checkpoint.model, [checkpoint]
+
+
+def engine_draft(draft: str | None, model: Model) -> Any:
+    """Returns the draft that --draft names, for `EngineOptions`. Raises InputError if it names a model."""
+    found = _named_draft(draft, model)
+    if isinstance(found, str) and found not in DRAFT_NAMES:
+        raise InputError(
+            f"--draft={format_value(found)} is a model, by which only xinfer-jax generate and chat draft:"
+            " give lookup, mtp, or a draft head"
+        )
+    return found
+
+
+def _named_draft(draft: str | None, model: Model) -> Any:
+    """Returns None, "lookup", "mtp", or the head in a directory or a repository on the hub. Returns the name
+    of any other checkpoint as it is.
     """
     if draft in (None, "none"):
         return None
@@ -60,17 +81,6 @@ def named_draft(draft: str | None, model: Model) -> Any:
         return draft
     with status("loading the draft head"):
         return load_draft(draft, activation_dtype(model.params))
-
-
-def engine_draft(draft: Any, model: Model) -> Any:
-    """Runs `named_draft` for an engine. Raises InputError if the flag names a model."""
-    found = draft if isinstance(draft, Draft) else named_draft(draft, model)
-    if isinstance(found, str) and found not in DRAFT_NAMES:
-        raise InputError(
-            f"--draft={format_value(found)} is a model, and engines do not draft by models: give lookup, mtp,"
-            " or a draft head"
-        )
-    return found
 
 
 def check_devices(flags: Any) -> None:
