@@ -1,5 +1,5 @@
-"""A small model for each kind of draft head, with random parameters and a small vocabulary, so that some draft
-tokens are right by chance.
+"""A small model for each kind of draft head, with random parameters and a small vocabulary, so that some
+of the draft tokens are right by chance.
 """
 
 import copy

@@ -23,8 +23,15 @@ from ..processes.coordinator import find_difference
 from .peer_messages import EVENTS, REQUESTS
 
 _SUMS = {  # of `EngineStats`
-    "hits", "preemptions", "prefill_tokens", "generated_tokens", "programs", "passes", "drafted", "accepted",
-}  # fmt: skip
+    "hits",
+    "preemptions",
+    "prefill_tokens",
+    "generated_tokens",
+    "programs",
+    "passes",
+    "drafted",
+    "accepted",
+}
 
 
 class Peer:
