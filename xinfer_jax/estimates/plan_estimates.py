@@ -144,8 +144,8 @@ def page_and_state_bytes(job: EngineLoad, n: int) -> tuple[int, int]:
 
 
 def _head_page_bytes(job: EngineLoad, config: ModelConfig, n: int) -> int:
-    """Returns the bytes of a page in the cache of the draft head, with the features of one token, on each of n
-    devices. config: the config of the model over the devices.
+    """Returns the bytes of a page in the cache of the draft head, with the features of one token, on each of
+    n devices. config: the config of the model over the devices.
     """
     if config.draft_head is None:
         return 0
