@@ -24,7 +24,6 @@ PARSER = FlagParser(
     "--prompt TEXT [flags]",
     '--prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
-DRAFT_NAMES = ("lookup", "mtp")  # values of --draft that name no files
 GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
 HEAD_OR_MODEL = "a draft head, or by a model with the same vocabulary"  # files that draft
 _CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")

@@ -42,10 +42,8 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
     jax.config.update("jax_enable_compilation_cache", False)
     with status("loading the model"):
         if settings is None:
-            model = load_model(
-                flags.model, dtype=flags.dtype, quantize=flags.quantize, revision=flags.revision,
-                draft_head=flags.draft == "mtp",
-            )  # fmt: skip
+            options: dict[str, Any] = dict(revision=flags.revision, draft_head=flags.draft == "mtp")
+            model = load_model(flags.model, flags.dtype, flags.quantize, **options)
         else:
             config = from_hf(settings)
             model = Model(init_params(config, jax.random.key(0), flags.dtype, flags.quantize), config)

@@ -81,10 +81,15 @@ class Conversation:
             )
         self._capacity = capacity
         grammar = grammar_from_flags(flags)
+        drafting: dict[str, Any] = dict(draft=draft, draft_tokens=flags.draft_tokens)
         self._options = GenerateOptions(
-            max_tokens=new, sampling=sampling, capacity=capacity, keep_prefix=True, grammar=grammar,
-            draft=draft, draft_tokens=flags.draft_tokens,
-        )  # fmt: skip
+            max_tokens=new,
+            sampling=sampling,
+            capacity=capacity,
+            keep_prefix=True,
+            grammar=grammar,
+            **drafting,
+        )
         self._key = key_from_seed(flags.seed)
         self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]

@@ -19,8 +19,9 @@ from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
 from ..weights.params import activation_dtype
-from .answer_flags import DRAFT_NAMES
 from .terminal import status
+
+_DRAFT_NAMES = ("lookup", "mtp")  # values of --draft that name no files
 
 
 def join_processes() -> int:
@@ -54,7 +55,7 @@ def open_draft(flags: Any, model: Model) -> tuple[Any, list[Checkpoint]]:
     weights are not read yet. model: the model that verifies the draft tokens.
     """
     draft = _named_draft(flags.draft, model)
-    if not isinstance(draft, str) or draft in DRAFT_NAMES:
+    if not isinstance(draft, str) or draft in _DRAFT_NAMES:
         return draft, []
     checkpoint = open_model(draft, flags, "draft model")
     return checkpoint.model, [checkpoint]
@@ -63,7 +64,7 @@ def open_draft(flags: Any, model: Model) -> tuple[Any, list[Checkpoint]]:
 def engine_draft(draft: str | None, model: Model) -> Any:
     """Returns the draft that --draft names, for `EngineOptions`. Raises InputError if it names a model."""
     found = _named_draft(draft, model)
-    if isinstance(found, str) and found not in DRAFT_NAMES:
+    if isinstance(found, str) and found not in _DRAFT_NAMES:
         raise InputError(
             f"--draft={format_value(found)} is a model, by which only xinfer-jax generate and chat draft:"
             " give lookup, mtp, or a draft head"
@@ -77,7 +78,7 @@ def _named_draft(draft: str | None, model: Model) -> Any:
     """
     if draft in (None, "none"):
         return None
-    if draft in DRAFT_NAMES or not is_draft(draft):
+    if draft in _DRAFT_NAMES or not is_draft(draft):
         return draft
     with status("loading the draft head"):
         return load_draft(draft, activation_dtype(model.params))
