@@ -122,5 +122,5 @@ def test_an_engine_smaller_than_a_page_has_a_head():
     options = xj.GenerateOptions(max_tokens=8, eos_token_ids=())
     want = xj.generate(model.params, model.config, [[5, 6, 7]], options)
     with xj.Engine(model, draft=draft, rows=1, capacity=28) as engine:
-        request = engine.submit([5, 6, 7], options, prompt_logprobs=True)
+        request = engine.submit([5, 6, 7], options, prompt_logprobs=0)
         assert request.result().tokens == want.tokens and len(request.prompt_logprobs) == 2

@@ -61,7 +61,7 @@ def open_draft(flags: Any, model: Model) -> tuple[Any, list[Checkpoint]]:
     return checkpoint.model, [checkpoint]
 
 
-def engine_draft(draft: str | None, model: Model) -> Any:
+def engine_draft(draft: Any, model: Model) -> Any:
     """Returns the draft that --draft names, for `EngineOptions`. Raises InputError if it names a model."""
     found = _named_draft(draft, model)
     if isinstance(found, str) and found not in _DRAFT_NAMES:
