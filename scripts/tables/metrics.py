@@ -29,6 +29,12 @@ MEANINGS = {
     "vllm:prefix_cache_host_hits": "Tokens of prompts whose pages came from host memory.",
     "vllm:prefix_cache_file_hits": "Tokens of prompts whose pages came from files.",
     "vllm:num_preemptions": "Times that an answer lost its slot to another one, and continued later.",
+    "vllm:spec_decode_num_drafts": "Forward passes of rows that verified draft tokens. A pass of four rows"
+    " counts four times.",
+    "vllm:spec_decode_num_draft_tokens": "Draft tokens in these passes.",
+    "vllm:spec_decode_num_accepted_tokens": "Draft tokens that the model accepted.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Accepted draft tokens at each place of a pass."
+    " `position` 0 is the first draft token.",
 }
 
 
@@ -54,7 +60,8 @@ def reported() -> list[Any]:
 
     found = Metrics("model")
     found._success.labels(model_name="model", finished_reason="stop")
-    stats = EngineStats(**{field.name: 0 for field in dataclasses.fields(EngineStats)})
+    fields = dataclasses.fields(EngineStats)
+    stats = EngineStats(**{field.name: [0] if "list[int]" in str(field.type) else 0 for field in fields})
     found.watch(SimpleNamespace(stats=stats, version=0))
     return list(found._registry.collect())
 

@@ -1,5 +1,6 @@
 """`xinfer-jax plan`: bytes compared with arrays and known models."""
 
+import dataclasses
 import math
 import re
 import tempfile
@@ -15,8 +16,11 @@ from small_models import QWEN
 import xinfer_jax as xj
 from xinfer_jax.cache.paged import empty_pools
 from xinfer_jax.cli import plan_flags
+from xinfer_jax.engine.engine_options import EngineOptions
+from xinfer_jax.engine.shape import engine_shape
 from xinfer_jax.estimates import plan_estimates as estimates
 from xinfer_jax.estimates.model_shapes import hf_config
+from xinfer_jax.families.draft_heads import mtp_spec
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import param_specs, tree_bytes
 from xinfer_jax.weights.quantization import METHODS
@@ -51,6 +55,21 @@ def test_pages_are_those_of_an_engine(kind):
     pages = [estimates.mesh_plan(job, n).parts["pages"] for n in (1, 2, 4)]
     size = tree_bytes(pools)
     assert pages == [size, size // 2, size // 2]  # 2 key heads
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_a_draft_head_adds_its_weights_and_pages(weights):
+    """The bytes are those of an engine with the head."""
+    config = from_hf(QWEN)
+    config = dataclasses.replace(config, draft_head=mtp_spec(config))
+    params = xj.init_params(config, jax.random.key(0), weights)
+    options = EngineOptions(draft="mtp", rows=4, capacity=100, pages=9, chunk=64, cache_dtype=weights)
+    shape = engine_shape(xj.Model(params, config), options)
+    parts = shape.memory_plan(params, config).parts
+    planned = estimates.mesh_plan(plan_job(config, weights, weights), 1).parts
+    assert parts["draft"] == tree_bytes(params["draft_head"]) > 0
+    assert planned["weights"] == parts["weights"] + parts["draft"] == tree_bytes(params)
+    assert planned["pages"] == parts["pages"] == 9 * shape.page_bytes
 
 
 @pytest.mark.parametrize(

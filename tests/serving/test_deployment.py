@@ -114,7 +114,8 @@ def test_kubernetes_gives_flags_of_the_server():
 
 def exported_names() -> set[str]:
     """The names of all series that /metrics has."""
-    stats = EngineStats(**{field.name: 0 for field in dataclasses.fields(EngineStats)})
+    fields = dataclasses.fields(EngineStats)
+    stats = EngineStats(**{field.name: [0] if "list[int]" in str(field.type) else 0 for field in fields})
     metrics = Metrics("model")
     metrics.watch(SimpleNamespace(stats=stats, version=0))
     names = set()

@@ -562,3 +562,31 @@ def test_every_kind_of_control_token_is_escaped():
         ids("<e\u0301>")  # the same after NFC
     escaping = ControlTokenEscaper(tokenizer, tokenizer.chat_template)
     assert not count(escaping.encode(escaping.mask("<unused77><" * 2000 + "<unused" * 2000)))
+
+
+@pytest.mark.full
+def test_usage_and_metrics_count_draft_tokens(model):
+    """They are OpenAI's fields and vLLM's counters. Without a draft, the usage has no such fields."""
+    with serving.run_server(
+        model, engine=dataclasses.replace(serving.SETTINGS.engine, draft="lookup")
+    ) as own:
+        fields = dict(prompt=[5, 6, 7, 5, 6, 7, 5, 6], max_tokens=30, ignore_eos=True)
+        usage = own.ask("completion", **fields)["usage"]
+        *_, last = own.events("completion", stream_options=dict(include_usage=True), **fields)
+        assert last["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+        counts = [usage["completion_tokens_details"]["accepted_prediction_tokens"]]
+        counts.append(usage["completion_tokens_details"]["rejected_prediction_tokens"])
+        passes, rest = divmod(sum(counts), own.engine.num_draft_tokens)
+        assert rest == 0 and counts[0] + passes + 1 >= 30 > passes > 0
+        none = own.ask("completion", prompt=[5], max_tokens=0, echo=True)["usage"]
+        assert sum(none["completion_tokens_details"].values()) == 0
+        assert "completion_tokens_details" in own.ask("chat", messages=QUESTION, max_tokens=2)["usage"]
+        text = own.call("GET", "/metrics")[1]
+        stats = own.engine.stats
+        accepted = sum(stats.accepted)
+        for name, value in dict(
+            drafts=stats.passes, draft_tokens=stats.drafted, accepted_tokens=accepted
+        ).items():
+            assert f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}} {float(value)}\n' in text
+        by_place = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}'
+        assert f"{by_place} {float(stats.accepted[0])}\n" in text

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import compiling
+import draft_cases
 import jax
 import jax.numpy as jnp
 import mtp_cases
@@ -37,6 +38,7 @@ from safetensors.numpy import load_file
 import xinfer_jax as xj
 from xinfer_jax import kernels_pallas
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.draft_heads import draft as draft_head
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
@@ -767,6 +769,35 @@ def draft_heads() -> None:
         np.testing.assert_array_equal(found.tokens_BT, want.tokens_BT)
 
 
+def heads() -> None:
+    """Draft heads over two devices: tokens and accepted draft tokens of a call and of an engine are those of
+    one device. So are they if one device prefills and the other decodes.
+    """
+    sizes = dict(rows=2, capacity=128, pages=9, chunk=64)
+    for name in ("mtp", "dspark", "eagle3"):
+        model, draft = draft_cases.draft_case(name)
+        prompts = draft_cases.prompts(2, draft_cases.V, seed=1)
+        options = xj.GenerateOptions(max_tokens=30, eos_token_ids=())
+        drafted = dataclasses.replace(options, draft=draft)
+        want = xj.generate(model.params, model.config, prompts, drafted)
+        assert sum(map(sum, want.stats.accepted)) > 1, want.stats.accepted
+        params = jax.device_put(model.params, xj.params.shardings(model.config, mesh_of(2)))
+        found = xj.generate(params, model.config, prompts, drafted)
+        assert (found.tokens, found.stats.accepted) == (want.tokens, want.stats.accepted), name
+        engines = [xj.Engine(dataclasses.replace(model, params=params), draft=draft, **sizes)]
+        if name == "mtp":
+            engines.append(xj.Engine(model, draft=draft, **sizes, prefill_devices=[0], decode_devices=[1]))
+        for engine in engines:
+            with engine:
+                outs = engine.generate(prompts, [options] * 2)
+            assert [out.tokens[0] for out in outs] == want.tokens, name
+            assert [out.stats.accepted[0] for out in outs] == want.stats.accepted, name
+        if isinstance(draft, xj.Draft):
+            copy = draft_head.place_draft(draft, params).params
+            assert copy is draft_head.place_draft(draft, params).params
+            assert not copy["layers"][0]["o"]["weight"].sharding.is_fully_replicated
+
+
 def taps() -> None:
     """Reads and edits by taps over 2 × 2 devices, and of rows that a `jax.shard_map` divides. The results
     equal the results of one device, and so do tokens of a steered model.
@@ -1007,7 +1038,7 @@ CALLS = {
         int8_activations,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
-        rows_over_data, training, adapters, taps, draft_heads,
+        rows_over_data, training, adapters, taps, draft_heads, heads,
     )
 }  # fmt: skip
 

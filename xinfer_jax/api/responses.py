@@ -148,6 +148,11 @@ def usage_counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     return dict(prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=total)
 
 
+def draft_details(drafted: int, accepted: int) -> dict[str, int]:
+    """Returns the counts of draft tokens in `completion_tokens_details`, in OpenAI's names."""
+    return dict(accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted)
+
+
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody) -> str:
     """Returns the text of an answer up to its end or its first stop string."""
     detokenizer = answer_detokenizer(tokenizer, parsed)

@@ -51,6 +51,8 @@ def kernels_used(
     Layers may differ, for example in the width of heads. The reason then says how many layers have another
     implementation, and why.
 
+    The report has the layers of the model, and not the layers of a draft head.
+
     Args:
         params: the parameter tree of the model.
         config: the config of the model.

@@ -88,7 +88,7 @@ def mesh_embedding_form(call: Call) -> Callable | None:
     mesh = _model_mesh(leaf, call.static["config"])
     if mesh is None:
         return None
-    specs, sharded = _vocabulary_specs(leaf, mesh, **call.static)
+    specs, sharded = _vocabulary_specs(leaf, mesh, call.static["config"])
 
     def embed_part(token: jax.Array, leaf: Params) -> jax.Array:
         rows = leaf["weight"].shape[0]
@@ -117,11 +117,11 @@ def mesh_unembed_form(call: Call) -> Callable | None:
     return lambda **operands: over_mesh(**operands)[..., : config.vocab_size]
 
 
-def _vocabulary_specs(
-    leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
-) -> tuple[Any, bool]:
-    """Returns the PartitionSpecs of a vocabulary matrix, and True if its rows are sharded."""
-    specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
+def _vocabulary_specs(leaf: Params, mesh: Any, config: ModelConfig) -> tuple[Any, bool]:
+    """Returns the PartitionSpecs of a vocabulary matrix of a model or a draft head, and True if its rows are
+    sharded.
+    """
+    specs = partition_specs(param_specs(config)["embed"], leaf, mesh, RULES)
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 
 

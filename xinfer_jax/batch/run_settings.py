@@ -10,9 +10,10 @@ import jax
 from .. import __version__
 from ..adapters.adapter import adapter_digest
 from ..backends.cpu import cpu_features
-from ..cache.fingerprint import fingerprint
+from ..cache.fingerprint import fingerprint, tree_fingerprint
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
+from ..draft_heads.draft import Draft
 from ..engine.engine_options import EngineOptions
 from ..engine.shape import max_request_tokens
 from ..sharding import MODEL, concrete_mesh_of
@@ -38,6 +39,10 @@ def run_settings(
     if adapters:
         digests = {name: adapter_digest(adapter).hex() for name, adapter in adapters.items()}
         engine |= dict(adapters=digests, max_adapters=options.max_adapters, max_rank=options.max_rank)
+    if isinstance(options.draft, Draft):
+        engine["draft"] = f"{options.draft.head.kind} {tree_fingerprint(options.draft.params)}"
+    elif options.draft == "mtp" and "draft_head" in model.params:
+        engine["draft"] = f"mtp {tree_fingerprint(model.params['draft_head'])}"
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
     text += tokenizer and tokenizer.tool_template or ""

@@ -139,7 +139,7 @@ def is_draft(path_or_repo_id: str | Path, hub: HubOptions | None = None) -> bool
     """Returns True if a directory, or a repository on the hub, has a draft head. Raises InputError if it does
     not exist.
     """
-    path = checkpoint_path(path_or_repo_id, hub=hub or HubOptions())
+    path = checkpoint_path(path_or_repo_id, "draft", hub or HubOptions())
     return not is_gguf(path) and _files_of(read_json(path / "config.json") or {}) is not None
 
 

@@ -35,6 +35,7 @@ from .startup import (
     compile_status,
     join_processes,
     load_and_compile,
+    open_draft,
     open_model,
     use_compilation_cache,
 )
@@ -52,11 +53,9 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
     checkpoints = [with_adapter_files(open_model(flags.model, flags), flags.adapter)]
-    draft = flags.draft
-    if draft not in (None, "lookup"):
-        checkpoints.append(open_model(draft, flags, "draft model"))
-        draft = checkpoints[1].model
     model = checkpoints[0].model  # of shapes only, for compilation
+    draft, of_draft = open_draft(flags, model)
+    checkpoints += of_draft
     sampling = sampling_from_flags(flags, model)
     options = GenerateOptions(
         max_tokens=flags.max_tokens, sampling=sampling, use_cache=flags.use_cache, impl=flags.impl,
@@ -221,9 +220,10 @@ def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: b
         f"prefill: {prefill} | decode: {decode}" + (f" [{reason}]" if reason else ""),
         f"{latency} | peak memory {peak}",
     ]
-    if s.acceptance is not None and s.passes is not None:
-        accepted = 100 * s.acceptance[0]
-        lines.append(f"draft: {accepted:.0f}% of its tokens accepted, {s.passes[0]} passes")
+    if s.acceptance is not None and s.passes is not None and s.accepted is not None:
+        by_place = ", ".join(map(str, s.accepted[0]))
+        accepted = f"{100 * s.acceptance[0]:.0f}% of its tokens accepted"
+        lines.append(f"draft: {accepted}, {s.passes[0]} passes ({by_place} by place)")
     if verbose:
         lines.append(f"planned memory: {s.memory}")
     return lines

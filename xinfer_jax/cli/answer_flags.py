@@ -25,6 +25,7 @@ PARSER = FlagParser(
     '--prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
 GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
+HEAD_OR_MODEL = "a draft head, or by a model with the same vocabulary"  # files that draft
 _CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")
 _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 
@@ -95,7 +96,10 @@ def define_engine(parser: FlagParser) -> None:
     for field in dataclasses.fields(EngineOptions):
         if field.metadata["flag"]:
             text = texts[field.name].replace("`", "")
-            parser.add_option(field, text[:1].upper() + text[1:])
+            if field.name == "draft":
+                define_draft(parser)
+            else:
+                parser.add_option(field, text[:1].upper() + text[1:])
     define_kernels(parser)
     define_cache_dtype(parser, (name for name in _CACHE_DTYPES if name != "gear"))
     parser.add_texts(
@@ -104,6 +108,32 @@ def define_engine(parser: FlagParser) -> None:
         " times.",
         "give NAME=PATH",
     )
+
+
+def define_draft(parser: FlagParser, head: str = "a draft head", with_tokens: bool = False) -> None:
+    """Defines the flag that names the source of draft tokens.
+
+    Args:
+        parser: the parser of a command.
+        head: the kinds of files that the flag may name.
+        with_tokens: True also defines the flag for the number of draft tokens.
+    """
+    parser.add_text(
+        "draft",
+        "Speculative decoding: lookup drafts tokens from the text, mtp by the head in the files of --model, a"
+        f" directory or a hub name by {head}. Default: none.",
+        empty="give lookup, mtp, a directory or a hub name",
+    )
+    if with_tokens:
+        text = "Draft tokens for each pass of the model."
+        parser.add_integer("draft_tokens", text, default=3, least=1, most=16)
+
+
+def check_draft(parser: FlagParser) -> None:
+    """Raises InputError if a number of draft tokens is given without their source."""
+    values = parser.values
+    if parser.is_set("draft_tokens") and values.draft in (None, "none"):
+        raise InputError(f"--draft_tokens={values.draft_tokens} does nothing without --draft: give that too")
 
 
 def define_kernels(parser: FlagParser, *more: str) -> None:
@@ -122,7 +152,7 @@ def engine_options(flags: Any) -> EngineOptions:
     names = [field.name for field in dataclasses.fields(EngineOptions) if field.name in flags]
     given = {name: flags[name].value for name in names}
     given |= {name: parse_devices(name, given[name]) for name in ("prefill_devices", "decode_devices")}
-    draft = None if flags.draft == "none" else flags.draft
+    draft: Any = None if flags.draft == "none" else flags.draft
     return EngineOptions(**given | dict(adapters=_adapters(flags.adapter), draft=draft))
 
 
@@ -195,14 +225,7 @@ def _define_decoding(parser: FlagParser) -> None:
     parser.add_integer(
         "logprobs", "Print the probability of each token, and of this many of the most likely ones.", 0
     )
-    parser.add_text(
-        "draft",
-        "Speculative decoding: a draft checkpoint with the same vocabulary, or lookup (prompt lookup).",
-        empty="give a checkpoint or lookup",
-    )
-    parser.add_integer(
-        "draft_tokens", "Draft tokens for each pass of the model.", default=3, least=1, most=16
-    )
+    define_draft(parser, HEAD_OR_MODEL, with_tokens=True)
     beams = "Beam search: number of beams; 1: none."
     parser.add_integer("num_beams", beams, default=1, least=1, most=256)
     exponent = "With beams: scores are divided by the length to this power."
@@ -275,8 +298,7 @@ def _check_combinations(parser: FlagParser) -> None:
     for flag in ("draft", "cache_dtype", *GRAMMAR_FLAGS):
         if parser.is_set(flag) and not values.use_cache:
             raise InputError(f"--{flag} needs the cache: leave out --nouse_cache or --{flag}")
-    if parser.is_set("draft_tokens") and values.draft is None:
-        raise InputError(f"--draft_tokens={values.draft_tokens} does nothing without --draft: give that too")
+    check_draft(parser)
     if values.raw and values.system is not None:
         raise InputError(
             "--raw takes the prompt as it is, without the system message: leave out --raw or --system"

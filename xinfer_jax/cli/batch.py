@@ -13,7 +13,7 @@ from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
 from .answer_flags import engine_options
 from .process import SignalEvent, capture_signals, uncaptured
-from .startup import check_devices, join_processes, open_model, use_compilation_cache
+from .startup import check_devices, engine_draft, join_processes, open_model, use_compilation_cache
 from .terminal import status
 
 
@@ -22,16 +22,19 @@ def answer_file(command: str, flags: Any, shard: tuple[int, int] | None) -> int:
     name of the command, for log lines.
     """
     use_compilation_cache(command, flags.compilation_cache)
-    engine = vars(engine_options(flags))
+    engine = {**vars(engine_options(flags))}
     process = join_processes()
     check_devices(flags)
     if process:
-        follow_file(open_model(flags.model, flags).read(), **engine)
+        checkpoint = open_model(flags.model, flags)
+        engine["draft"] = engine_draft(engine["draft"], checkpoint.model)
+        follow_file(checkpoint.read(), **engine)
         return 0
     check_files(flags.input, flags.output)
     if flags.report:
         check_report(flags.report, flags.input, flags.output)
     checkpoint = open_model(flags.model, flags)
+    engine["draft"] = engine_draft(engine["draft"], checkpoint.model)
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):

@@ -26,6 +26,7 @@ from ..stats import GenerateStats
 from ..weights.initialization import init_params
 from ..weights.params import cache_dtype, tree_bytes
 from .machine_limits import peak_memory, probe_machine, reset_peak_memory
+from .startup import engine_draft
 from .terminal import status, write
 
 _WIDTHS = {
@@ -41,12 +42,12 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
     jax.config.update("jax_enable_compilation_cache", False)
     with status("loading the model"):
         if settings is None:
-            model = load_model(
-                flags.model, dtype=flags.dtype, quantize=flags.quantize, revision=flags.revision
-            )
+            options: dict[str, Any] = dict(revision=flags.revision, draft_head=flags.draft == "mtp")
+            model = load_model(flags.model, flags.dtype, flags.quantize, **options)
         else:
             config = from_hf(settings)
             model = Model(init_params(config, jax.random.key(0), flags.dtype, flags.quantize), config)
+    draft = engine_draft(flags.draft, model)
     results: dict[str, Any] = dict(
         command=" ".join([command, *_given(flags)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,7 +68,7 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
         row = dict(rows=count, prompt_tokens=prompt, new_tokens=flags.new_tokens)
         try:
             with status(f"timing {count} x {prompt} tokens"):
-                row |= _measure(flags, model, [prompt] * count, probes)
+                row |= _measure(flags, model, draft, [prompt] * count, probes)
         except InputError as error:
             row |= dict(skipped=str(error))
         rows.append(row)
@@ -75,7 +76,7 @@ def bench_model(command: str, flags: Any, settings: dict[str, Any] | None) -> in
     limits = {kind: _spread([x[kind] for x in probes]) for kind in probes[0]}
     rates = [f"{dtype} matmul {_format(limits[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
     write(f"limits: read {_format(limits['read'], 1e-9)} GB/s, {', '.join(rates)}\n")
-    engine = _measure_engine(flags, model) if flags.requests else None
+    engine = _measure_engine(flags, model, draft) if flags.requests else None
     write(f"{_engine_line(engine)}\n" if engine else "")
     write(f"{json.dumps(results | sizes | dict(limits=limits, rows=rows, engine=engine))}\n")
     return 0
@@ -103,12 +104,14 @@ def _random_prompts(model: Model, lengths: Sequence[int]) -> list[list[int]]:
     return [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
 
 
-def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
-    """Measures prefill and decode of one batch. probes: the measurements so far, to which others are
-    added.
+def _measure(
+    flags: Any, model: Model, draft: Any, lengths: list[int], probes: list[dict[str, float]]
+) -> dict[str, Any]:
+    """Measures prefill and decode of one batch. draft: the source of draft tokens, or None. probes: the
+    measurements so far, to which others are added.
     """
     prompts = _random_prompts(model, lengths)
-    options = _options(flags, impl=flags.impl, draft=flags.draft)
+    options = _options(flags, impl=flags.impl, draft=draft)
     peaks: list[int] = []
 
     def run() -> GenerateStats:
@@ -142,7 +145,7 @@ def _measure(flags: Any, model: Model, lengths: list[int], probes: list[dict[str
     )
 
 
-def _measure_engine(flags: Any, model: Model) -> dict[str, Any]:
+def _measure_engine(flags: Any, model: Model, draft: Any) -> dict[str, Any]:
     """Measures requests to an engine, all at once: seconds until all have ended, and quantiles of their
     times.
     """
@@ -154,7 +157,7 @@ def _measure_engine(flags: Any, model: Model) -> dict[str, Any]:
     prompts = _random_prompts(model, [*itertools.islice(itertools.cycle(lengths), flags.requests)])
     with status("compiling the programs of the engine"):
         engine = Engine(
-            model, rows=flags.rows, capacity=capacity, impl=flags.impl, draft=flags.draft,
+            model, rows=flags.rows, capacity=capacity, impl=flags.impl, draft=draft,
             prefix_cache=False, warm_up=True,
         )  # fmt: skip
     options = [_options(flags)] * len(prompts)

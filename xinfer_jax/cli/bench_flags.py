@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..estimates.model_shapes import hf_config
-from .answer_flags import define_checkpoint, define_kernels
+from .answer_flags import define_checkpoint, define_draft, define_kernels
 from .flag_parser import FlagParser
 from .process import command_main
 from .terminal import status
@@ -42,7 +42,7 @@ PARSER.add_integers("prompt_lengths", "Lengths of the prompts, in tokens.", defa
 PARSER.add_integers("batch_sizes", "Prompts in a batch.", default="1,8")
 PARSER.add_integer("new_tokens", "Tokens to generate.", default=64, least=2)
 PARSER.add_switch("sampled", "Sample by temperature, top-k and top-p instead of greedily.")
-PARSER.add_choice("draft", "lookup: speculative decoding by prompt look-up.", "lookup")
+define_draft(PARSER)
 PARSER.add_integer("repeats", "Timed runs of each case, after one that compiles.", default=3, least=1)
 PARSER.add_integer("probe_mib", "MiB that are read to measure the bandwidth.", default=1024, least=1)
 PARSER.group = "engine"
@@ -60,6 +60,8 @@ def _run() -> int:
         raise InputError(
             f"--config={flags.config} does not go with --model, which brings its own: leave out one of them"
         )
+    if flags.draft == "mtp" and not flags.model:
+        raise InputError("--draft=mtp needs --model: random weights have no draft head")
     settings: dict[str, Any] | None = None if flags.model else hf_config(flags.config)
     with status("loading jax"):
         from .bench import bench_model

@@ -17,7 +17,7 @@ from ..tokenization.conversation import harmony_header
 from ..tool_calls.answer_parser import AnswerParser
 from .answer import grammar_from_flags, sampling_from_flags, with_adapter_files
 from .process import capture_signals
-from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
+from .startup import chunks_with_status, load_and_compile, open_draft, open_model, use_compilation_cache
 from .terminal import read_line, status, write
 
 _MAX_LINE = 2**20  # characters
@@ -71,6 +71,7 @@ class Conversation:
     def __init__(self, flags: Any):
         checkpoint = with_adapter_files(open_model(flags.model, flags), flags.adapter)
         self._model = checkpoint.model
+        draft, of_draft = open_draft(flags, self._model)
         sampling = sampling_from_flags(flags, self._model)
         new = flags.max_tokens
         capacity = min(flags.capacity or 4096, self._model.config.context_length)
@@ -80,14 +81,22 @@ class Conversation:
             )
         self._capacity = capacity
         grammar = grammar_from_flags(flags)
+        drafting: dict[str, Any] = dict(draft=draft, draft_tokens=flags.draft_tokens)
         self._options = GenerateOptions(
-            max_tokens=new, sampling=sampling, capacity=capacity, keep_prefix=True, grammar=grammar
+            max_tokens=new,
+            sampling=sampling,
+            capacity=capacity,
+            keep_prefix=True,
+            grammar=grammar,
+            **drafting,
         )
         self._key = key_from_seed(flags.seed)
         self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
-        (self._model,) = load_and_compile(self._prepare, checkpoint)
+        self._model, *drafts = load_and_compile(self._prepare, checkpoint, *of_draft)
+        if drafts:
+            self._options = dataclasses.replace(self._options, draft=drafts[0])
 
     def _prepare(self) -> None:
         """Starts to compile for a short question, as most first questions are."""
@@ -149,4 +158,5 @@ def _format_stats(s: GenerateStats, reason: str) -> str:
     milliseconds = 1e3 * s.prefill_seconds
     prefill = f"prefilled {new} of {s.prompt_tokens} tokens in {milliseconds:.0f} ms"
     decode = f"generated {s.generated_tokens} at {s.decode_tokens_per_second:.1f} tok/s"
-    return f"[{prefill}, {decode}, {reason}]\n"
+    drafts = f", {100 * s.acceptance[0]:.0f}% of draft tokens accepted" if s.acceptance else ""
+    return f"[{prefill}, {decode}{drafts}, {reason}]\n"

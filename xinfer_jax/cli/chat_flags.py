@@ -2,8 +2,11 @@
 
 from ..errors import InputError
 from .answer_flags import (
+    HEAD_OR_MODEL,
+    check_draft,
     check_grammar,
     define_adapter,
+    define_draft,
     define_escaping,
     define_grammar,
     define_model,
@@ -31,12 +34,15 @@ PARSER.add_switch("stats", "Print statistics of each answer.")
 define_sampling(PARSER)
 define_seed(PARSER)
 define_grammar(PARSER)
+PARSER.group = "speculative decoding"
+define_draft(PARSER, HEAD_OR_MODEL, with_tokens=True)
 define_model(PARSER)
 define_adapter(PARSER)
 
 
 def _run() -> int:
     check_grammar(PARSER)
+    check_draft(PARSER)
     new = PARSER.values.max_tokens
     capacity = PARSER.values.capacity
     if capacity is not None and capacity <= new:

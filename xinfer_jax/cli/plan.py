@@ -1,11 +1,13 @@
 """The work of `xinfer-jax plan` after its flags: prints the bytes that a model needs on each device."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from ..checks import check_integer
 from ..estimates import plan_estimates as estimates
 from ..estimates.card_specs import MOST_DEVICES, Card, Tpu
+from ..families.draft_heads import mtp_spec
 from ..families.reading import from_hf
 from .terminal import write
 
@@ -17,6 +19,8 @@ def print_plan(flags: Any, settings: dict[str, Any], devices: int, card: Card | 
     sheet of a device.
     """
     config = from_hf(settings)
+    if flags.draft == "mtp":
+        config = dataclasses.replace(config, draft_head=mtp_spec(config))
     kv = flags.cache_dtype or ("float32" if flags.weights == "float32" else "bfloat16")
     context = check_integer("context", flags.context, 2, config.context_length)
     job = estimates.EngineLoad(config, flags.weights, kv, flags.rows, context, flags.chunk)

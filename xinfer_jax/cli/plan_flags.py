@@ -49,6 +49,9 @@ PARSER.add_choice(
     *("float32", "bfloat16", *(name for name in names("cache dtype") if name != "gear")),
 )
 PARSER.add_integer("chunk", "Tokens of a prefill chunk.", default=256, least=1)
+PARSER.add_choice(
+    "draft", "mtp: weights and pages include a draft head in the files, which drafts tokens.", "mtp"
+)
 PARSER.add_number(
     "memory_gib",
     "GiB of a device. Default: as its data sheet says.",

@@ -125,7 +125,7 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
     same["the version"] = version()
     for name in ("model", "draft"):
         path = flags[name].value if name in flags else "none"
-        if path not in ("lookup", "none") and (path or name == "model"):
+        if path not in ("lookup", "mtp", "none") and (path or name == "model"):
             hub = HubOptions(flags.revision if name == "model" else None)
             directory = checkpoint_path(path or None, f"--{name}", hub)
             files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]

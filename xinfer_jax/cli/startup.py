@@ -11,13 +11,17 @@ from typing import Any
 
 import jax
 
+from ..checkpoint.draft_loading import is_draft, load_draft
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
 from ..formats.hub import HubOptions, checkpoint_path, split_revision
 from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
+from ..weights.params import activation_dtype
 from .terminal import status
+
+_DRAFT_NAMES = ("lookup", "mtp")  # values of --draft that name no files
 
 
 def join_processes() -> int:
@@ -30,20 +34,54 @@ def join_processes() -> int:
 
 def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
     """Opens a checkpoint with the settings of flags. A download shows its progress bar. noun: the word for it
-    in errors. --revision belongs to the "model".
+    in errors. --revision belongs to the "model", and so does the head of --draft=mtp.
     """
     path = checkpoint_path(name, noun, HubOptions(flags.revision if noun == "model" else None))
     mesh = flags.mesh
     if distributed_args() and not mesh:
         mesh = f"model={jax.device_count()}"
     mesh = parse_mesh(mesh) if mesh else None
+    with_head = noun == "model" and "draft" in flags and flags.draft == "mtp"
+    options: dict[str, Any] = dict(dequantize=flags.dequantize, draft_head=with_head)
     with status("opening the model"):
-        checkpoint = open_checkpoint(
-            path, flags.dtype, flags.quantize, mesh, flags.activations, dequantize=flags.dequantize
-        )
+        checkpoint = open_checkpoint(path, flags.dtype, flags.quantize, mesh, flags.activations, **options)
     name = split_revision(name)[0] if name else "bundled"
     model = dataclasses.replace(checkpoint.model, name=name)
     return dataclasses.replace(checkpoint, model=model)
+
+
+def open_draft(flags: Any, model: Model) -> tuple[Any, list[Checkpoint]]:
+    """Returns the draft that --draft names, for `GenerateOptions`, and the checkpoint of a draft model, whose
+    weights are not read yet. model: the model that verifies the draft tokens.
+    """
+    draft = _named_draft(flags.draft, model)
+    if not isinstance(draft, str) or draft in _DRAFT_NAMES:
+        return draft, []
+    checkpoint = open_model(draft, flags, "draft model")
+    return checkpoint.model, [checkpoint]
+
+
+def engine_draft(draft: Any, model: Model) -> Any:
+    """Returns the draft that --draft names, for `EngineOptions`. Raises InputError if it names a model."""
+    found = _named_draft(draft, model)
+    if isinstance(found, str) and found not in _DRAFT_NAMES:
+        raise InputError(
+            f"--draft={format_value(found)} is a model, by which only xinfer-jax generate and chat draft:"
+            " give lookup, mtp, or a draft head"
+        )
+    return found
+
+
+def _named_draft(draft: str | None, model: Model) -> Any:
+    """Returns None, "lookup", "mtp", or the head in a directory or a repository on the hub. Returns the name
+    of any other checkpoint as it is.
+    """
+    if draft in (None, "none"):
+        return None
+    if draft in _DRAFT_NAMES or not is_draft(draft):
+        return draft
+    with status("loading the draft head"):
+        return load_draft(draft, activation_dtype(model.params))
 
 
 def check_devices(flags: Any) -> None:

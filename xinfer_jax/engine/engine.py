@@ -14,6 +14,7 @@ import jax
 
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
+from ..draft_heads.draft import Draft, place_draft
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
 from ..processes.control_channel import ControlChannel
@@ -74,6 +75,9 @@ class LocalEngine(EngineLoop):
         """Allocates pages and compiles programs."""
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         self.taps = HeldVectors(options.taps, self.model.params, self.model.config)
+        if isinstance(options.draft, Draft):
+            draft = jax.tree.map(own_array, place_draft(options.draft, self.model.params))
+            options = dataclasses.replace(options, draft=draft)
         # The shape outlives these, of which the engine has copies.
         shape = engine_shape(self.model, dataclasses.replace(options, adapters=None, taps=None))
         self.channel = control_channel_for(self.model.params)

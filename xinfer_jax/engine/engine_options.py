@@ -107,9 +107,7 @@ class EngineOptions:
     chunk: int = _option(256, least=64)
     prefix_cache: bool = _option(True)
     time_slice: float = _option(0.5, least=0.0, most=1e9)
-    draft: "Draft | Literal['lookup', 'mtp', 'none'] | None" = _option(
-        None, choices=("lookup", "mtp", "none")
-    )
+    draft: "Draft | Literal['lookup', 'mtp'] | None" = _option(None)
     draft_tokens: int = _option(3, least=1, most=16)
     cache_dtype: "Dtype | None" = _option(None, flag=False)
     impl: str | None = _option(None, flag=False)
@@ -141,7 +139,7 @@ class EngineSettings(TypedDict, total=False):
     chunk: int
     prefix_cache: bool
     time_slice: float
-    draft: "Draft | Literal['lookup', 'mtp', 'none'] | None"
+    draft: "Draft | Literal['lookup', 'mtp'] | None"
     draft_tokens: int
     cache_dtype: "Dtype | None"
     impl: str | None

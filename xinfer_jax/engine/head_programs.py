@@ -59,6 +59,8 @@ def prefill_chunk_with_head(
     params, extras, own, table_BP, (tokens_BT, num_tokens_B) = args
     start_B = jnp.asarray(cache.length_B)
     num_tokens_B = jnp.asarray(num_tokens_B)
+    T = tokens_BT.shape[1]
+    tokens_BT = tokens_BT[:, :capacity]  # the rest is padding
     head_cache, features = head_caches(head, pools, jnp.asarray(table_BP), capacity, start_B)
     before_BX: Any = None if features is None else features.before(start_B)
     models = params, config, extras, own
@@ -67,8 +69,9 @@ def prefill_chunk_with_head(
     if features is not None:
         features = features.record(found.features_BTX, start_B, num_tokens_B)
     last_BX = last_hidden(found.features_BTX, num_tokens_B)
-    outputs = found.hidden_BTD
-    if not whole:
+    if whole:
+        outputs = jnp.pad(found.hidden_BTD, ((0, 0), (0, T - tokens_BT.shape[1]), (0, 0)))
+    else:
         outputs = head_logits(params, config, last_hidden(found.hidden_BTD, num_tokens_B))
     return outputs, last_BX, found.cache, head_pools(found.head_cache, features)
 

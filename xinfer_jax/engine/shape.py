@@ -110,9 +110,10 @@ class EngineShape(EngineOptions):
         vectors = len(self.vectors) if self.vectors else 0
         row = 2 * MAX_ENTRIES + 4 * self.capacity + MAX_DECODE_TOKENS * (12 + 16 * MAX_LOGPROBS)
         row += 4 * MAX_DECODE_TOKENS * -(-config.vocab_size // 32) * self.support
+        own = params.get("draft_head", {})
         parts = dict(
-            weights=tree_bytes(params),
-            draft=tree_bytes(self.draft.params) if isinstance(self.draft, Draft) else 0,
+            weights=tree_bytes(params) - tree_bytes(own),
+            draft=tree_bytes(self.draft.params if isinstance(self.draft, Draft) else own),
             pages=self.pages * self.page_bytes,
             states=(self.rows + self.snapshots) * self.state_bytes,
             adapters=self.adapter_bytes,

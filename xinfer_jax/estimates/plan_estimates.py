@@ -17,6 +17,7 @@ from ..cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from ..checkpoint.sharded_leaves import leaf_partition
 from ..config.model_config import ModelConfig
 from ..memory_plan import MemoryPlan, program_parts
+from ..registry import plugin
 from ..sharding import RULES
 from ..weights.fp8_weight import FP8_BLOCK, fp8_struct
 from ..weights.layout import partition_specs
@@ -137,8 +138,20 @@ def mesh_plan(job: EngineLoad, n: int) -> MemoryPlan:
 def page_and_state_bytes(job: EngineLoad, n: int) -> tuple[int, int]:
     """Returns the bytes of a page, and of a row's recurrent state with its snapshot, on each of n devices."""
     state = state_bytes(job.config)
-    page = (cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) - state) // n
-    return page, 2 * (state // n)
+    config = with_repeated_kv_heads(job.config, n)
+    page = (cache_bytes(config, 1, PAGE_SIZE, job.kv) - state) // n
+    return page + _head_page_bytes(job, config, n), 2 * (state // n)
+
+
+def _head_page_bytes(job: EngineLoad, config: ModelConfig, n: int) -> int:
+    """Returns the bytes of a page in the cache of the draft head, with the features of one token, on each of
+    n devices. config: the config of the model over the devices.
+    """
+    if config.draft_head is None:
+        return 0
+    head = plugin("draft head", config.draft_head.kind).of_model(config)
+    itemsize = 4 if job.weights == "float32" else 2
+    return cache_bytes(head.config, 1, PAGE_SIZE, job.kv) // n + itemsize * head.feature_size
 
 
 def row_bytes(job: EngineLoad, n: int) -> int:

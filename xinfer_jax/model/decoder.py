@@ -308,7 +308,7 @@ def embed_ids(
     """Returns embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
-    return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
+    return run("embed_tokens", plain, static=dict(config=config), token=token, leaf=params[name])
 
 
 @over_any_mesh

@@ -161,7 +161,7 @@ def _run() -> int:
     if distributed_args().get("process_id"):
         from ..engine.engine import LocalEngine
 
-        LocalEngine(_load_model(flags), options).follow()
+        LocalEngine(*_load_model(flags, options)).follow()
         return 0
     with status("loading jax"):
         try:
@@ -267,8 +267,7 @@ def _serve_role(flags: Any, options: EngineOptions) -> int:
 
     address = parse_host_port("--peer", flags.peer)
     secret = load_secret(flags.secret_file, address[0])
-    model = _load_model(flags)
-    with capture_signals() as stop, LocalEngine(model, options) as engine:
+    with capture_signals() as stop, LocalEngine(*_load_model(flags, options)) as engine:
         worker = PeerWorker(engine, address, secret, _log)
         _log(f"this {flags.role} process works for {flags.peer}")
         why = worker.run(stop)
@@ -328,7 +327,8 @@ def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[Base
             engine = PeerEngines(model, listening, secret, _log)
             engine.wait_for_both(lambda: service.closing)
         else:
-            model = _load_model(flags)
+            model, options = _load_model(flags, service.settings.engine)
+            service.settings = dataclasses.replace(service.settings, engine=options)
         service.start(
             model,
             GenerateOptions(max_tokens=flags.max_tokens, sampling=sampling_from_flags(flags, model)),
@@ -343,13 +343,16 @@ def _load(service: Any, flags: Any, peers: Any, trainers: Any, failed: list[Base
         failed.append(error)
 
 
-def _load_model(flags: Any) -> Any:
-    from ..cli.startup import check_devices, join_processes, open_model, use_compilation_cache
+def _load_model(flags: Any, options: EngineOptions) -> tuple[Any, EngineOptions]:
+    """Returns the model, and the options of its engine with the draft head that a flag names."""
+    from ..cli.startup import check_devices, engine_draft, join_processes, open_model, use_compilation_cache
 
     use_compilation_cache(PARSER.name, flags.compilation_cache)
     join_processes()
     check_devices(flags)
-    return open_model(flags.model, flags).read()
+    checkpoint = open_model(flags.model, flags)
+    draft = engine_draft(options.draft, checkpoint.model)
+    return checkpoint.read(), dataclasses.replace(options, draft=draft)
 
 
 async def _serve(

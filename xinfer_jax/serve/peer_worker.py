@@ -22,6 +22,7 @@ from ..engine.answers import Progress
 from ..engine.engine import LocalEngine
 from ..engine.host_tier import COPIED_PAGES
 from ..engine.pages import num_pages_for
+from ..engine.shape import head_fingerprint
 from ..errors import InputError
 from ..grammar.pool import GrammarPool
 from ..processes.array_transfer import ArrayTransfer
@@ -187,6 +188,7 @@ def _description(engine: LocalEngine, host: str) -> dict[str, Any]:
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.num_draft_tokens,
+        draft=head_fingerprint(model.params, engine.shape),
         cache_dtype=engine.shape.cache_dtype, page_bytes=engine.shape.page_bytes,
         devices=mesh.size if mesh else 1, adapters=[dict(engine.adapters), engine.shape.max_rank],
     )  # fmt: skip

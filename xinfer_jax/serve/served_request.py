@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
-from ..api.responses import usage
+from ..api.responses import draft_details, usage
 from ..engine.requests import Request
 from .admission import Reservation
 
@@ -66,7 +66,15 @@ class ServedRequest:
 
 
 def usage_with_cached(parsed: ParsedBody, requests: Sequence[Request]) -> dict[str, Any]:
-    """Returns the response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts."""
+    """Returns the response's `usage`: tokens of the prompts and answers, cached tokens of the prompts, and
+    draft tokens if the engine drafts.
+    """
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
-    rows = [answer.logprobs for request in requests for answer in request.answers]
-    return dict(usage(parsed, rows), prompt_tokens_details=cached)
+    answers = [answer for request in requests for answer in request.answers]
+    counts = dict(usage(parsed, [answer.logprobs for answer in answers]), prompt_tokens_details=cached)
+    if of_pass := requests[0].engine.num_draft_tokens:
+        counted = answers if parsed.max_tokens else []
+        drafted = of_pass * sum(answer.passes for answer in counted)
+        details = draft_details(drafted, sum(sum(answer.accepted) for answer in counted))
+        counts["completion_tokens_details"] = details
+    return counts
