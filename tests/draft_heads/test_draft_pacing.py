@@ -94,7 +94,7 @@ def test_other_requests_and_loads_change_the_width():
     machine = Machine(cheap, (0.95,) * 4)
     assert machine.run(pacing, 10)[0] == 4
     machine.rates = (0.02,) * 4
-    assert machine.run(pacing, 10)[0] == 0
+    assert machine.run(pacing, 20)[0] == 0
     machine.rates = (0.95,) * 4  # found by the calls that measure
     machine.run(pacing, 60)
     assert machine.run(pacing, 60)[0] == 4

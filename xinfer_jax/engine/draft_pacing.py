@@ -1,14 +1,15 @@
 """The number of draft tokens of each decode step: plain Python, without arrays."""
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_PROBE_STEPS = 16  # decode steps of a call that measures another width
+_PROBE_STEPS = 8  # decode steps of a call that measures another width
 _PROBE_SHARE = 0.02  # of the time may be lost in such calls
 _LEAST_LOSS = 0.1  # of the time of such a call counts as lost, even if it was as fast
-_NEW_PART = 0.25  # of an average is its last value
-_LARGEST_CHANGE = 2.0  # a value counts as at most this multiple of the average: the machine paused
-_HALF_TRIALS = 256  # draft tokens after which earlier ones count half in the acceptance rate
+_LAST_CALLS = 3  # whose times count
+_HALF_TRIALS = 64  # draft tokens after which earlier ones count half in the acceptance rate
 _FIRST_RATE = 0.8  # the acceptance rate before any draft token
 _FIRST_TRIALS = 2.0  # that it counts for
 
@@ -83,9 +84,7 @@ class DraftPacing:
         rates = [self._rate(width, time.seconds) for width, time in times.items()]
         width = choice.width
         seconds = result.seconds / result.steps
-        if width not in times:
-            times[width] = _Time(seconds)
-        times[width].add(seconds, self._calls)
+        times.setdefault(width, _Time()).add(seconds, self._calls)
         spent = result.seconds + result.change_seconds
         if choice.most_steps is None:
             self._loss = max(0.0, self._loss - _PROBE_SHARE * result.seconds) + result.change_seconds
@@ -105,15 +104,14 @@ class DraftPacing:
         return self.expected_tokens(width) / max(seconds, 1e-9)
 
     def _next_probe(self, times: "dict[int, _Time]", best: int) -> int | None:
-        """Returns a width to measure, or None: the largest width that may be better than the best one and was
-        not measured twice, or else, if enough time has passed, the one that was not measured for the longest
-        time. A step of a larger width takes at least as long as a step of a smaller one.
+        """Returns a width to measure, or None: the largest width that was measured less than twice and may be
+        better than the best one, or else, if enough time has passed, the one that was not measured for the
+        longest time. A step of a larger width takes at least as long as a step of a smaller one.
         """
         best_rate = self._rate(best, times[best].seconds)
         for width in sorted(self._widths, reverse=True):
-            smaller = [time.seconds for other, time in times.items() if other < width]
-            is_known = width in times and times[width].count > 1
-            if not is_known and width != best and self._rate(width, max(smaller, default=0.0)) > best_rate:
+            least = max((time.least_seconds for other, time in times.items() if other <= width), default=0.0)
+            if width != best and self._rate(width, least) > best_rate:
                 return width
         others = [width for width in times if width != best]
         if self._loss > 0 or not others:
@@ -130,23 +128,26 @@ class DraftPacing:
 
 
 class _Time:
-    """An average of seconds per step."""
+    """The seconds per step of the last calls. Their median counts, so that one call during which the machine
+    paused, or waited for a program, does not matter.
+    """
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self._last = deque[float](maxlen=_LAST_CALLS)
         self.last_call = 0  # the number of the call that measured it last
-        self.count = 0
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median_low(self._last)
+
+    @property
+    def least_seconds(self) -> float:
+        """The least that it may be: a single call may have taken too long."""
+        return 0.5 * self.seconds if len(self._last) == 1 else self.seconds
 
     def add(self, seconds: float, call: int) -> None:
-        """Adds a measurement. The first one may have waited for memory or a program, so the smaller one of
-        the first two counts.
-        """
-        self.count += 1
+        self._last.append(seconds)
         self.last_call = call
-        if self.count <= 2:
-            self.seconds = min(self.seconds, seconds)
-        else:
-            self.seconds += _NEW_PART * (min(seconds, _LARGEST_CHANGE * self.seconds) - self.seconds)
 
 
 def _situation(rows: int, masked: bool) -> tuple[int, bool]:
