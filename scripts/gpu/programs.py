@@ -26,7 +26,8 @@ from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, promp
 from xinfer_jax.generation.executor import RunnableModel
 from xinfer_jax.generation.loop import TracedExecutor
 from xinfer_jax.generation.options import GenerateOptions
-from xinfer_jax.generation.speculation import SpeculationState, Speculative, prompt_lookup
+from xinfer_jax.generation.proposers import FunctionProposer, prompt_lookup
+from xinfer_jax.generation.speculation import SpeculationState, Speculative
 from xinfer_jax.generation.state import DecodeState
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
@@ -104,8 +105,8 @@ def _run(job: ProgramJob, program: str) -> None:
     cache = _cache(job, job.length - 1)
     if program != "verify":
         executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), np.int32(1))
-    strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
-    counts = SpeculationState.of_rows(call.rows)
+    strategy = Speculative(call.config, FunctionProposer(prompt_lookup), call.num_draft_tokens)
+    counts = SpeculationState.of_rows(call.rows, call.num_draft_tokens)
     executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), np.int32(1))
 
 

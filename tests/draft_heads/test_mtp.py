@@ -368,3 +368,35 @@ def test_a_prompt_that_is_read_in_parts(saved):
     rest = UnreadTokens(tokens_BT[:, 5:], features_BTX[:, 5:], num_tokens_B - 5)
     found = mtp_cases.draft(model, rest, 1, read_before=first)
     np.testing.assert_allclose(found.logits_BTV, want.logits_BTV, rtol=0, atol=1e-5)
+
+
+GOOD_HEADS = dict(qwen3=0.3, qwen3_next=0.2, deepseek_v3=0.1)  # factors by which a part is accepted
+
+
+@pytest.mark.parametrize("name", full_except((), GOOD_HEADS, soak=("deepseek_v3", "qwen3_next")))
+def test_generation_accepts_the_drafts_of_the_head(saved, tmp_path, name):
+    """Tokens are those of the model alone. Each pass accepts as many drafts as a head whose cache is new, so
+    its cache has no entry of a rejected draft.
+    """
+    model = mtp_cases.with_a_good_head(saved(name)[0], GOOD_HEADS[name])
+    xj.save_model(model.params, model.config, tmp_path / "m")
+    model = xj.load_model(tmp_path / "m", "float32", draft_head=True)
+    ids = list(ROWS[0])
+    options = xj.GenerateOptions(max_tokens=24, eos_token_ids=())
+    want = list(xj.generate(model.params, model.config, [ids], options).tokens[0])
+    drafting = dataclasses.replace(options, draft="mtp", draft_tokens=DRAFTS)
+    found = xj.generate(model.params, model.config, [ids], drafting)
+    assert list(found.tokens[0]) == want
+    accepted = [0] * DRAFTS
+    known = 1  # tokens of the answer
+    while known < len(want):
+        unread = mtp_cases.read_prompts(model, [ids + want[:known]], width=40)
+        drafts = mtp_cases.draft(model, unread).tokens_BT[0].tolist()
+        right = 0
+        while right < DRAFTS and known + right < len(want) and drafts[right] == want[known + right]:
+            right += 1
+        right = min(right, len(want) - known - 1)
+        accepted = [count + (i < right) for i, count in enumerate(accepted)]
+        known += right + 1
+    print(f"{name}: accepted {accepted} of 24 tokens")
+    assert accepted[0] > 3 and accepted[1] and sum(accepted) < 16 and found.stats.accepted == [accepted]

@@ -296,7 +296,7 @@ def test_invalid_requests_are_rejected(engine, given, message):
     ("given", "message"),
     [
         (dict(rows=0), "rows"), (dict(chunk=100), "a multiple of 64, got 100"), (dict(pages=1), "pages"),
-        (dict(capacity=10**6), "capacity"), (dict(draft="small"), "'lookup', or no speculative decoding"),
+        (dict(capacity=10**6), "capacity"), (dict(draft="small"), "'lookup', 'mtp', a head"),
         (dict(cache_dtype="gear"), "use 'int8' or 'int4'"), (dict(pages=10**9), "fewer pages"),
         (dict(impl="bogus"), "impl"),
         (dict(time_slice=-1), "time_slice must be a number from 0 to .*, got -1"),

@@ -177,7 +177,10 @@ BAD_DRAFTS = {
     "nothing": (lambda h, n, k: None, "got None"),
     "arguments": (lambda h: h, "the draft function cannot be traced: TypeError"),
     "class": (dict, "cannot be traced"),
-    "directory": ("/tmp", "draft must be a model from load_model, or 'lookup', or a function, got '/tmp'"),
+    "directory": (
+        "/tmp",
+        "a model from load_model, a head from load_draft, 'lookup', 'mtp', or a function, got '/tmp'",
+    ),
     "number": (5, "draft must be a model"),
 }
 

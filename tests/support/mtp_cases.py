@@ -58,9 +58,38 @@ class Drafts(NamedTuple):
     logits_BTV: np.ndarray
 
 
-def read_prompts(model: xj.Model, rows: Any = ROWS) -> UnreadTokens:
-    """Returns the tokens of all rows, with the features that the target gives them."""
+def with_a_good_head(model: xj.Model, factor: float) -> xj.Model:
+    """Returns a model whose next token depends mostly on the last one, and a head that computes just that
+    part. So the model accepts many drafts, and not all. factor: of the outputs of the model's mixers and
+    feed-forwards.
+    """
+
+    def weaker(layer: Any, factor: float) -> Any:
+        def scaled(path: Any, x: Any) -> Any:
+            return factor * x if {"o", "down"} & {key.key for key in path} else x
+
+        return jax.tree_util.tree_map_with_path(scaled, layer)
+
+    head = model.params["draft_head"]
+    D = model.config.hidden_size
+    proj = {"weight": jnp.concatenate([jnp.eye(D), jnp.zeros((D, D))], 1)}
+    ones = jnp.full(D, 1.0 - (model.config.norm_offset or 0))
+    head = head | dict(
+        proj=proj,
+        embed_norm=ones,
+        layers=(weaker(head["layers"][0], 0.1),),
+        final_norm=model.params["final_norm"],
+    )
+    layers = tuple(weaker(layer, factor) for layer in model.params["layers"])
+    return dataclasses.replace(model, params=model.params | dict(draft_head=head, layers=layers))
+
+
+def read_prompts(model: xj.Model, rows: Any = ROWS, width: int = 0) -> UnreadTokens:
+    """Returns the tokens of all rows, with the features that the target gives them. width: the least number
+    of tokens of a row, with padding.
+    """
     tokens_BT, num_tokens_B = cases.pad_prompts([*map(list, rows)])
+    tokens_BT = np.pad(tokens_BT, ((0, 0), (0, max(0, width - tokens_BT.shape[1]))))
     features_BTD = _hidden(model.params, model.config, tokens_BT, num_tokens_B)
     before_BTD = jnp.pad(features_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     return UnreadTokens(jnp.asarray(tokens_BT), before_BTD, jnp.asarray(num_tokens_B))
@@ -82,7 +111,7 @@ def draft(
     before them that the head reads.
     """
     head = Mtp.of_model(model.config)
-    cache = xj.init_cache(head.config, len(unread.tokens_BT), 32, mesh=mesh)
+    cache = xj.init_cache(head.config, len(unread.tokens_BT), 64, mesh=mesh)
     if read_before is not None:
         own = HeadParams(model.params["draft_head"], model.params)
         cache = jax.jit(head.read, static_argnums=3)(own, read_before, cache, RunConfig())

@@ -95,8 +95,9 @@ class FeaturePages(Paged):
         positions `start_B`.
         """
         T = features_BTX.shape[1]
-        none = len(self.k)  # a page that does not exist
-        x_PX = self.k[:, 0, 0]
+        pool: Any = self.k
+        none = len(pool)  # a page that does not exist
+        x_PX = pool[:, 0, 0]
         for page in range(-(-T // PAGE_SIZE) if T > 1 else 1):  # the ends of pages among T tokens
             at_B = (PAGE_SIZE - 1 - start_B) % PAGE_SIZE + page * PAGE_SIZE
             index_B1 = ((start_B + at_B) // PAGE_SIZE)[:, None]
@@ -113,7 +114,8 @@ class FeaturePages(Paged):
         """
         index_B1 = jnp.maximum(start_B // PAGE_SIZE - 1, 0)[:, None]
         page_B = jnp.take_along_axis(self.table_BP, index_B1, 1)[:, 0]
-        return jnp.where(start_B[:, None] > 0, self.k[page_B, 0, 0], 0)
+        pool: Any = self.k
+        return jnp.where(start_B[:, None] > 0, pool[page_B, 0, 0], 0)
 
 
 def check_page_dtype(dtype: Any) -> None:

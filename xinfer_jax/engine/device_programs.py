@@ -106,7 +106,8 @@ def sample_one_token(
     """
     outputs, features_BX, call = args
     if features_BX is not None:
-        rows = dataclasses.replace(rows, unread=first_unread(features_BX, rows.unread, call.running_B))
+        old: Any = rows.unread
+        rows = dataclasses.replace(rows, unread=first_unread(features_BX, old, call.running_B))
     own, state, _ = _begin(executor, steps, rows, call)
     state, _ = executor.sample(outputs, state)
     return _end(executor, rows, own, state)
@@ -145,7 +146,7 @@ def propose_rows(executor: Executor, steps: RowSteps, pools: Any, args: tuple) -
 
 def _carry(steps: RowSteps, caches: CacheArrays, state: DecodeState, lengths: Any, call: RowsCall) -> tuple:
     """Returns the carry of the strategy for rows over pages."""
-    strategy = steps.strategy
+    strategy: Any = steps.strategy
     cache = paged_cache(strategy.config, caches, call.tables, steps.capacity, lengths)
     if not isinstance(strategy, Speculative):
         return state, cache
@@ -153,7 +154,8 @@ def _carry(steps: RowSteps, caches: CacheArrays, state: DecodeState, lengths: An
     if state.unread is not None:
         length_B = jnp.where(state.active_B, state.position_B, 0)
         table_BP = jnp.asarray(call.tables[0])
-        of_head = head_caches(strategy.proposer.head, caches.head, table_BP, steps.capacity, length_B)
+        proposer: Any = strategy.proposer
+        of_head = head_caches(proposer.head, caches.head, table_BP, steps.capacity, length_B)
     drafts = SpeculationState.of_rows(len(call.running_B), strategy.num_draft_tokens, *of_head)
     if call.proposed_BT is not None:
         drafts = dataclasses.replace(drafts, proposed_BT=call.proposed_BT)

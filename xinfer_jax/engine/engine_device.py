@@ -242,9 +242,15 @@ class Device:
         return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
     def _prefill_with_head(
-        self, slot: int, pages: list[int], chunk: PaddedTokens, cache: KVCache, variant: Variant,
-        is_final: bool = True, whole: bool = False,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        slot: int,
+        pages: list[int],
+        chunk: PaddedTokens,
+        cache: KVCache,
+        variant: Variant,
+        is_final: bool = True,
+        whole: bool = False,
+    ) -> tuple[Any, Any]:
         """Runs `head_programs.prefill_chunk_with_head`, and keeps what it wrote. Returns the outputs and the
         features of the last token.
         """

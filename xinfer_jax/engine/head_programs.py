@@ -61,7 +61,7 @@ def prefill_chunk_with_head(
     start_B = jnp.asarray(cache.length_B)
     num_tokens_B = jnp.asarray(num_tokens_B)
     head_cache, features = head_caches(head, pools, jnp.asarray(table_BP), capacity, start_B)
-    before_BX = None if features is None else features.before(start_B)
+    before_BX: Any = None if features is None else features.before(start_B)
     models = params, config, extras, own
     inputs = Inputs(jnp.asarray(tokens_BT), num_tokens_B)
     found = read_chunk(head, models, inputs, before_BX, (cache, head_cache), executor.run_config)

@@ -166,7 +166,7 @@ def plan_tensors(
     for name, parts in joined.items():
         parts.sort(key=lambda part: part[0].first_row)
         spec = parts[0][0]
-        shape = spec.tensor_shapes(like if name in (like or ()) else {name})[name]
+        shape = spec.tensor_shapes({name} if like is None or name not in like else like)[name]
         leaves = [leaf for _, leaf in parts]
         inputs_first = spec.has_inputs_first(like)
         make = partial(_join, spec, shape, leaves, inputs_first)

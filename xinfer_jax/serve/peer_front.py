@@ -23,9 +23,16 @@ from ..processes.coordinator import find_difference
 from .peer_messages import EVENTS, REQUESTS
 
 _SUMS = {  # of `EngineStats`
-    "hits", "preemptions", "prefill_tokens", "generated_tokens", "programs", "passes", "drafted",
-    "drafted_by_place", "accepted",
-}  # fmt: skip
+    "hits",
+    "preemptions",
+    "prefill_tokens",
+    "generated_tokens",
+    "programs",
+    "passes",
+    "drafted",
+    "drafted_by_place",
+    "accepted",
+}
 
 
 class Peer:
