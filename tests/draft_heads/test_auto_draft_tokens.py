@@ -3,10 +3,11 @@
 import itertools
 import re
 
-import mtp_cases
 import numpy as np
 import pytest
 import tiny
+from draft_cases import HEADS, draft_case, prompts
+from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.cli.answer_flags import define_engine
@@ -15,8 +16,11 @@ from xinfer_jax.engine.draft_pacing import DraftChoice, DraftPacing
 from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.shape import check_options, engine_shape
 
-SHAPE = dict(rows=3, capacity=256, chunk=64, draft_tokens="auto")
 PLAIN = xj.GenerateOptions(max_tokens=90, eos_token_ids=())
+CI = ("mtp", "dspark", "lookup")  # as in test_drafting.py
+KINDS = (*HEADS, "lookup")
+each_draft = pytest.mark.parametrize("name", full_except(("mtp",), KINDS, soak={*KINDS} - {*CI}))
+full_drafts = pytest.mark.parametrize("name", full_except((), KINDS, soak={*KINDS} - {*CI}))
 
 
 @pytest.fixture
@@ -34,13 +38,23 @@ def widths(monkeypatch):
     return found
 
 
-def prompts_of(model):
-    draws = np.random.RandomState(3)
-    return [draws.randint(1, model.config.vocab_size, n).tolist() for n in (5, 70, 9)]
+def model_and_draft(name):
+    if name == "lookup":
+        return draft_case("mtp").model, "lookup"
+    return draft_case(name)
+
+
+def make_engine(name, **given):
+    """Returns an engine that compiles nothing in the background."""
+    model, draft = model_and_draft(name)
+    settings = dict(rows=2, capacity=256, chunk=64, draft=draft, draft_tokens="auto")
+    engine = xj.Engine(model, **settings | given)
+    engine._warm_up.stop()
+    return engine
 
 
 def proposed(engine, ids, count):
-    """The draft tokens after at least this number of sampled tokens, and these tokens."""
+    """Returns the draft tokens after at least this number of sampled tokens, and these tokens."""
     request = engine.submit(ids, PLAIN)
     while len(request.answers[0].tokens) < count:
         engine.core._pacing.step_seconds = 1.0  # so that a call takes one step
@@ -49,75 +63,75 @@ def proposed(engine, ids, count):
     pages = {row.slot: row.pages}
     engine.core.device.read_unread(pages, 3, 1)
     draft_BT = engine.core.device.draft_tokens(pages, 3)
-    found = draft_BT[row.slot].tolist(), request.answers[0].tokens
+    found = draft_BT[row.slot].tolist(), list(request.answers[0].tokens)
     request.cancel()
     engine.step()
     return found
 
 
-def test_steps_without_drafts_are_read_later(widths):
-    """The head drafts the same after steps without draft tokens, in which it did not read."""
-    model = mtp_cases.build("qwen3")
-    ids = prompts_of(model)[1]
-    one_by_one = xj.Engine(model, draft="mtp", **SHAPE | dict(draft_tokens=3))
-    drafts, tokens = proposed(one_by_one, ids, 80)
+@each_draft
+def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
+    """It then drafts what it drafts in an engine in which it reads in each step."""
+    (ids,) = prompts(1, model_and_draft(name)[0].config.vocab_size)
+    with_drafts = make_engine(name, draft_tokens=3)
+    drafts, tokens = proposed(with_drafts, ids, 75)
+    with_drafts.close()
     widths[:] = [0]
-    engine = xj.Engine(model, draft="mtp", **SHAPE)
-    assert engine.shape.num_unread == 64
-    assert proposed(engine, ids, len(tokens)) == (drafts, tokens)  # the head has read twice
-    widths[:] = [3, 0]
-    engine.core._draft_pacing.turns = itertools.cycle(widths)
-    prompts = prompts_of(model)
-    results = [engine.submit(prompt, PLAIN) for prompt in prompts]
-    found = [request.result() for request in results]
-    assert [out.tokens[0] for out in found] == [
-        xj.generate(model.params, model.config, [prompt], PLAIN).tokens[0] for prompt in prompts
-    ]
-    stats = engine.stats
-    for name in ("drafted", "accepted"):
-        by_place = np.sum([getattr(out.stats, name)[0] for out in found], 0).tolist()
-        assert by_place[3] == 0 and len(by_place) == 4
-    passes = sum(out.stats.passes[0] for out in found)
-    assert 0 < stats.passes < passes and stats.drafted == 3 * stats.passes
-    assert stats.drafted_by_place[:3] == [stats.passes] * 3
+    engine = make_engine(name)
+    assert engine.shape.num_unread == (5 if name in ("gemma4", "lookup") else 64)
+    assert proposed(engine, ids, len(tokens)) == (drafts, tokens)  # a head with a cache has read twice
+    engine.close()
 
 
-@pytest.mark.full
-def test_preempted_rows_and_the_end_of_pages(widths):
-    """Rows are swapped out between steps of different widths, and tokens stay."""
-    model = mtp_cases.build("qwen3_5")
-    prompts = prompts_of(model) + [[7] * 70, [8] * 3]
-    widths[:] = [0, 2, 0, 0, 4, 1]
-    engine = xj.Engine(model, draft="mtp", **SHAPE | dict(rows=2))
+@full_drafts
+def test_widths_change_no_token(name, widths):
+    """Rows are also preempted between steps with different numbers of draft tokens."""
+    (model, _) = model_and_draft(name)
+    ids = prompts(5, model.config.vocab_size)
+    widths[:] = [0, 3, 0, 0, 0, 1]
+    engine = make_engine(name)
     engine.core.scheduler.time_slice = 1e-9
-    requests = [engine.submit(ids, PLAIN, client=str(i)) for i, ids in enumerate(prompts)]
-    found = [request.result().tokens[0] for request in requests]
-    want = [xj.generate(model.params, model.config, [ids], PLAIN).tokens[0] for ids in prompts]
-    assert found == want and engine.stats.preemptions > 3
+    requests = [engine.submit(row, PLAIN, client=str(i)) for i, row in enumerate(ids)]
+    outs = [request.result() for request in requests]
+    plain = xj.generate(model.params, model.config, ids, PLAIN)
+    assert [out.tokens[0] for out in outs] == plain.tokens
+    stats = engine.stats
+    assert stats.preemptions > 3
+    assert 0 < stats.passes < sum(out.stats.passes[0] for out in outs)
+    for found, name in ((stats.drafted_by_place, "drafted"), (stats.accepted, "accepted")):
+        by_place = np.sum([getattr(out.stats, name)[0] for out in outs], 0).tolist()
+        assert by_place == [*found, 0]  # no step had four draft tokens
+    assert stats.drafted == sum(stats.drafted_by_place)
+    for out in outs:
+        tokens = 1 + out.stats.passes[0] + sum(out.stats.accepted[0])
+        assert tokens == 90 and out.stats.acceptance[0] <= 1
+    engine.close()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("draft", ["lookup", "mtp"])
-def test_grammars_of_the_host(widths, draft):
-    """Masks are computed for the draft tokens of the step that follows."""
-    model = xj.load_model(draft_head=True) if draft == "mtp" else tiny.shallow_model()
+def test_masks_of_grammars_are_for_the_draft_tokens_of_the_step(widths, draft):
+    model = xj.load_model(draft_head=True)
     widths[:] = [2, 0, 1]
-    engine = xj.Engine(model, draft=draft, **SHAPE)
+    engine = xj.Engine(model, rows=2, capacity=128, chunk=64, draft=draft, draft_tokens="auto")
+    engine._warm_up.stop()
     grammar = xj.grammar.lark("start: /(abc|abd){12}/")
     asked = xj.GenerateOptions(max_tokens=60, grammar=grammar)
     out = engine.submit([5, 6, 7], asked).result()
     assert re.fullmatch("(abc|abd){12}", model.tokenizer.decode(out.tokens[0], skip_special_tokens=True))
     assert out.tokens == xj.generate(model.params, model.config, [[5, 6, 7]], asked).tokens
+    engine.close()
 
 
-def test_auto_measures_and_gives_the_same_tokens():
-    model = tiny.shallow_model()
-    ids = xj.encode_prompt(model, "Count: 1 2 3 4 5 1 2 3 4 5 1 2 3")
-    engine = xj.Engine(model, draft="lookup", **SHAPE | dict(rows=1))
+@pytest.mark.full
+def test_all_widths_are_compiled_by_warm_up():
+    engine = make_engine("mtp", warm_up=True)
+    (ids,) = prompts(1, engine.model.config.vocab_size)
+    programs = engine.stats.programs
     for _ in range(3):
-        out = engine.submit(ids, PLAIN).result()
-    assert out.tokens == xj.generate(model.params, model.config, [ids], PLAIN).tokens
-    assert sum(out.stats.drafted[0]) * out.stats.acceptance[0] == pytest.approx(sum(out.stats.accepted[0]))
+        assert len(engine.submit(ids, PLAIN).result().tokens[0]) == 90
+    assert engine.stats.programs == programs
+    assert len(engine.core._draft_pacing._times[0, False]) > 1
     engine.close()
 
 
