@@ -19,7 +19,6 @@ from xinfer_jax.engine.shape import check_options, engine_shape
 PLAIN = xj.GenerateOptions(max_tokens=90, eos_token_ids=())
 CI = ("mtp", "dspark", "lookup")  # as in test_drafting.py
 KINDS = (*HEADS, "lookup")
-each_draft = pytest.mark.parametrize("name", full_except(("mtp",), KINDS, soak={*KINDS} - {*CI}))
 full_drafts = pytest.mark.parametrize("name", full_except((), KINDS, soak={*KINDS} - {*CI}))
 
 
@@ -69,7 +68,7 @@ def proposed(engine, ids, count):
     return found
 
 
-@each_draft
+@full_drafts
 def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     """It then drafts what it drafts in an engine in which it reads in each step."""
     (ids,) = prompts(1, model_and_draft(name)[0].config.vocab_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..api.bodies import ParsedBody
 from ..api.responses import usage
+from ..engine.answers import sums_by_place
 from ..engine.requests import Request
 from .admission import Reservation
 
@@ -66,7 +67,13 @@ class ServedRequest:
 
 
 def usage_with_cached(parsed: ParsedBody, requests: Sequence[Request]) -> dict[str, Any]:
-    """Returns the response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts."""
+    """Returns the response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts. If
+    the engine had draft tokens, also their numbers at each place of a pass.
+    """
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
-    rows = [answer.logprobs for request in requests for answer in request.answers]
-    return dict(usage(parsed, rows), prompt_tokens_details=cached)
+    answers = [answer for request in requests for answer in request.answers]
+    found = dict(usage(parsed, [answer.logprobs for answer in answers]), prompt_tokens_details=cached)
+    if drafted := sums_by_place(*(answer.drafted for answer in answers)):
+        accepted = sums_by_place(*(answer.accepted for answer in answers))
+        found["draft_tokens_details"] = dict(drafted=drafted, accepted=accepted)
+    return found
