@@ -294,7 +294,8 @@ class EngineCore:
         scheduler = self.scheduler
         started = time.perf_counter()
         masked = bool(_with_masks(self.answers[row] for row in scheduler.running))
-        choice = self._draft_pacing.choose(len(scheduler.running), masked, self._is_width_ready)
+        num_running = len(scheduler.running)
+        choice = self._draft_pacing.choose(num_running, masked, self._is_width_ready)
         width = choice.width
         late = self._late_rows(width)
         in_time = [self.answers[row] for row in scheduler.running if row not in late]
@@ -331,7 +332,7 @@ class EngineCore:
         seconds_of = (
             dict(change_seconds=read_seconds) if width else dict(seconds=result.seconds + read_seconds)
         )
-        self._draft_pacing.record(choice, len(answers), masked, result._replace(**seconds_of))
+        self._draft_pacing.record(choice, num_running, masked, result._replace(**seconds_of))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             if out.accepted_BT is not None:

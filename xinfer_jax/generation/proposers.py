@@ -127,7 +127,8 @@ class HeadProposer(Proposer):
         if not count:  # the head reads nothing: `append_unread_features`
             return jnp.zeros((len(state.token_B), 0), jnp.int32), head_cache
         features_BTX, count_B = state.unread
-        features_BTX = features_BTX[:, : 1 + count]  # there may be space for more, which is empty now
+        if head_cache is not None:
+            features_BTX = features_BTX[:, : 1 + count]  # there may be space for more, which is empty now
         first_B = state.position_B - count_B
         index_BT = first_B[:, None] + jnp.arange(features_BTX.shape[1])
         tokens_BT = jnp.take_along_axis(state.context.history_BS, jnp.maximum(index_BT, 0), 1, mode="clip")
