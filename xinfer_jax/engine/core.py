@@ -319,20 +319,14 @@ class EngineCore:
         variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
         call = pages, steps, until_one_ends, *_sampling_of(answers), masks, variants, width
         out = jax.device_get(self.device.decode(*call))
+        seconds = time.perf_counter() - began
         passes_B = out.count_B if out.passes_B is None else out.passes_B
-        ended = time.perf_counter()
-        num_steps = int(passes_B.max())
-        self._pacing.record_decode(ended - began, num_steps)
-        result = DraftResult(ended - (started if masked else began), num_steps)
+        self._pacing.record_decode(seconds, int(passes_B.max()))
         if out.accepted_BT is not None:
-            slots = [*answers]
-            accepted = out.accepted_BT[slots].sum(0).tolist()
-            result = result._replace(passes=int(passes_B[slots].sum()), accepted=accepted)
-        # The head reads regularly in steps without draft tokens, and otherwise because the width changed.
-        seconds_of = (
-            dict(change_seconds=read_seconds) if width else dict(seconds=result.seconds + read_seconds)
-        )
-        self._draft_pacing.record(choice, num_running, masked, result._replace(**seconds_of))
+            if masked:  # drafting and waiting for masks took time too
+                seconds = time.perf_counter() - started - read_seconds
+            result = _draft_result(out, [*answers], width, (seconds, read_seconds))
+            self._draft_pacing.record(choice, num_running, masked, result)
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             if out.accepted_BT is not None:
@@ -492,6 +486,19 @@ def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
     requests = {slot: answer.request for slot, answer in answers.items()}
     recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
     return all(request.call.greedy for request in requests.values()), recorded
+
+
+def _draft_result(
+    out: SampledTokens, slots: list[Any], width: int, seconds: tuple[float, float]
+) -> DraftResult:
+    """Returns what a call of `Device.decode` for these slots gave. seconds: of the call, and of the head
+    reading before it. The head reads regularly in steps without draft tokens, and otherwise because the width
+    changed.
+    """
+    own, of_reading = seconds
+    accepted = out.accepted_BT[slots].sum(0).tolist()
+    counts = int(out.passes_B.max()), int(out.passes_B[slots].sum()), accepted
+    return DraftResult(own, *counts, of_reading) if width else DraftResult(own + of_reading, *counts)
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:
