@@ -62,9 +62,14 @@ class FlagParser:
         self._define(name, help, default, str, choices.__contains__, remedy)
 
     def add_integer(
-        self, name: str, help: str, default: int | None = None, least: int = 0, most: int = _LARGEST,
+        self,
+        name: str,
+        help: str,
+        default: int | None = None,
+        least: int = 0,
+        most: int = _LARGEST,
         words: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Adds a whole number. words: texts that may stand in its place."""
         remedy = " or ".join((f"give a whole number from {least} to {most}", *words))
 
