@@ -9,8 +9,7 @@ also those of a head for multi-token prediction. The head takes its time, but it
 right with the probability of --acceptance.
 
 Prints, for each number of rows and acceptance rate, the median tokens per second of each engine after the
-first token of each row, and its ratio to the engine without drafts: median and quartiles, by the clock and by
-processor time.
+first token of each row, and its ratio to the engine without drafts: median and quartiles.
 """
 
 from launcher import start
@@ -20,7 +19,6 @@ import dataclasses
 import os
 import platform
 import sys
-import time
 from typing import Any
 
 import jax
@@ -73,26 +71,17 @@ def forced_draft(model: xj.Model, row: list[int], rate: float) -> xj.Draft:
     return xj.Draft(own, ForcedMtp(head.config, head.target))
 
 
-def clocks() -> np.ndarray:
-    """Returns the seconds by the clock and of the processors."""
-    return np.array([time.perf_counter(), time.process_time()])
-
-
-def measure(engine: Any, prompts: list[list[int]], options: xj.GenerateOptions) -> np.ndarray:
+def measure(engine: Any, prompts: list[list[int]], options: xj.GenerateOptions) -> float:
     """Answers as many prompts at a time as the engine has rows. Returns the tokens per second after the first
-    token of each row, by both clocks.
+    token of each row.
     """
     tokens = 0
-    seconds = np.zeros(2)
+    seconds = 0.0
     for at in range(0, len(prompts), engine.rows):
         requests = engine.submit_many(prompts[at : at + engine.rows], options, live=False)
-        answers = [request.answers[0] for request in requests]
-        while not all(answer.tokens for answer in answers):
-            engine.step()
-        began = clocks()
-        tokens -= sum(len(answer.tokens) for answer in answers)
-        tokens += sum(len(request.result().tokens[0]) for request in requests)
-        seconds += clocks() - began
+        tokens += sum(len(request.result().tokens[0]) - 1 for request in requests)
+        times = [request.times for request in requests]
+        seconds += max(own["ended"] for own in times) - max(own["first"] for own in times)
     return tokens / seconds
 
 
@@ -110,7 +99,7 @@ def compare(
     for engine in engines.values():
         for _ in range(2):
             measure(engine, prompts, options)
-    found = np.empty((_ROUNDS.value, len(_SIDES), 2))
+    found = np.empty((_ROUNDS.value, len(_SIDES)))
     before = engines["auto"].stats
     for number in range(_ROUNDS.value):
         order = np.roll(np.arange(len(_SIDES)), number)
@@ -119,20 +108,13 @@ def compare(
     for side, name in enumerate(_SIDES):
         stats = engines[name].stats
         accepted = sum(stats.accepted) / max(1, stats.drafted)
-        ratios = [spread(found[:, side, clock] / found[:, 0, clock]) for clock in range(2)]
-        rate = np.median(found[:, side, 0])
-        of_clock, of_processors = ratios
-        line = f"{rows} rows  {name:5} {rate:8.1f} tokens/s  clock {of_clock}  processors {of_processors}"
-        print(f"{line}  {accepted:.2f} accepted", flush=True)
+        low, median, high = np.quantile(found[:, side] / found[:, 0], (0.25, 0.5, 0.75))
+        line = f"{rows} rows  {name:5} {np.median(found[:, side]):8.1f} tokens/s"
+        print(f"{line}  {median:.2f} ({low:.2f}-{high:.2f})  {accepted:.2f} accepted", flush=True)
     drafted = np.subtract(engines["auto"].stats.drafted_by_place, before.drafted_by_place or 0)
     print(f"{rows} rows  auto drafted by place: {drafted.tolist()}", flush=True)
     for engine in engines.values():
         engine.close()
-
-
-def spread(ratios: np.ndarray) -> str:
-    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
-    return f"{median:.2f} ({low:.2f}-{high:.2f})"
 
 
 def main(argv: list[str]) -> None:

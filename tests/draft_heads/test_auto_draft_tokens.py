@@ -1,5 +1,6 @@
 """Engines with `draft_tokens="auto"`, whose steps have different numbers of draft tokens."""
 
+import dataclasses
 import itertools
 import re
 
@@ -17,9 +18,11 @@ from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.shape import check_options, engine_shape
 
 PLAIN = xj.GenerateOptions(max_tokens=90, eos_token_ids=())
-CI = ("mtp", "dspark", "lookup")  # as in test_drafting.py
 KINDS = (*HEADS, "lookup")
-full_drafts = pytest.mark.parametrize("name", full_except((), KINDS, soak={*KINDS} - {*CI}))
+
+
+def full(*names):
+    return pytest.mark.parametrize("name", full_except((), KINDS, soak={*KINDS} - {*names}))
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def proposed(engine, ids, count):
     return found
 
 
-@full_drafts
+@full("mtp")
 def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     """It then drafts what it drafts in an engine in which it reads in each step."""
     (ids,) = prompts(1, model_and_draft(name)[0].config.vocab_size)
@@ -82,7 +85,7 @@ def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     engine.close()
 
 
-@full_drafts
+@full("mtp", "lookup")
 def test_widths_change_no_token(name, widths):
     """Rows are also preempted between steps with different numbers of draft tokens."""
     (model, _) = model_and_draft(name)
@@ -108,13 +111,13 @@ def test_widths_change_no_token(name, widths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("draft", ["lookup", "mtp"])
+@pytest.mark.parametrize("draft", ["lookup", pytest.param("mtp", marks=pytest.mark.soak)])
 def test_masks_of_grammars_are_for_the_draft_tokens_of_the_step(widths, draft):
     model = xj.load_model(draft_head=True)
     widths[:] = [2, 0, 1]
     engine = xj.Engine(model, rows=2, capacity=128, chunk=64, draft=draft, draft_tokens="auto")
     engine._warm_up.stop()
-    grammar = xj.grammar.lark("start: /(abc|abd){12}/")
+    grammar = dataclasses.replace(xj.grammar.lark("start: /(abc|abd){12}/"), tokenizer=model.tokenizer)
     asked = xj.GenerateOptions(max_tokens=60, grammar=grammar)
     out = engine.submit([5, 6, 7], asked).result()
     assert re.fullmatch("(abc|abd){12}", model.tokenizer.decode(out.tokens[0], skip_special_tokens=True))

@@ -64,12 +64,12 @@ class Metrics:
                 metric.add_metric(labels, value)
                 yield metric
         by_place = dict(accepted=stats.accepted, draft=stats.drafted_by_place)
-        for kind, values in by_place.items():
+        for kind, counts in by_place.items():
             name = f"spec_decode_num_{kind}_tokens_per_pos"
             names = ["model_name", "position"]
             metric = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=names)
-            for position, value in enumerate(values):
-                metric.add_metric([*labels, str(position)], value)
+            for position, count in enumerate(counts):
+                metric.add_metric([*labels, str(position)], count)
             yield metric
 
     def observe(self, request: Request) -> None:
