@@ -33,6 +33,8 @@ class GenerateStats:
             of forward passes.
         total_seconds: the time of the whole call after its arguments were validated, compilation included.
         acceptance: the acceptance rate of each row's draft tokens. None: the call had no draft tokens.
+        drafted: for each row, the number of draft tokens at each place of a pass. None: the call had no draft
+            tokens.
         accepted: for each row, the number of accepted draft tokens at each place of a pass: the first number
             counts first draft tokens. None: the call had no draft tokens.
         passes: the number of forward passes of the model for each row. None: the call had no draft tokens.
@@ -54,6 +56,7 @@ class GenerateStats:
     decode_steps: int = 0
     total_seconds: float = 0.0
     acceptance: list[float] | None = None
+    drafted: list[list[int]] | None = None
     accepted: list[list[int]] | None = None
     passes: list[int] | None = None
     peak_bytes: int = 0

@@ -230,10 +230,12 @@ def responses_usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str
         reasoning_tokens: the number of tokens in the text of the reasoning.
     """
     cached = usage["prompt_tokens_details"]["cached_tokens"]
+    own = {name: usage[name] for name in ("draft_tokens_details",) if name in usage}
     return dict(
         input_tokens=usage["prompt_tokens"],
         input_tokens_details=dict(cached_tokens=cached, cache_write_tokens=0),
         output_tokens=usage["completion_tokens"],
         output_tokens_details=dict(reasoning_tokens=reasoning_tokens),
         total_tokens=usage["total_tokens"],
+        **own,
     )

@@ -62,10 +62,21 @@ class FlagParser:
         self._define(name, help, default, str, choices.__contains__, remedy)
 
     def add_integer(
-        self, name: str, help: str, default: int | None = None, least: int = 0, most: int = _LARGEST
+        self,
+        name: str,
+        help: str,
+        default: int | None = None,
+        least: int = 0,
+        most: int = _LARGEST,
+        words: Sequence[str] = (),
     ) -> None:
-        remedy = f"give a whole number from {least} to {most}"
-        self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
+        """Adds a whole number. words: texts that may stand in its place."""
+        remedy = " or ".join((f"give a whole number from {least} to {most}", *words))
+
+        def convert(text: Any) -> Any:
+            return text if text in words else int(text)
+
+        self._define(name, help, default, convert, lambda x: x in words or least <= x <= most, remedy)
 
     def add_integers(self, name: str, help: str, default: str) -> None:
         """Adds whole numbers from 1, with commas between them. The value is a list."""
@@ -86,7 +97,7 @@ class FlagParser:
             least = limits["least"]
             most = limits.get("most", _LARGEST)
             if isinstance(least, int):
-                self.add_integer(field.name, help, field.default, least, most)
+                self.add_integer(field.name, help, field.default, least, most, limits.get("words", ()))
             else:
                 words = f"from {least:g} to {most:g}"
                 self.add_number(field.name, help, lambda x: least <= x <= most, words, field.default)

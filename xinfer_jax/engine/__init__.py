@@ -8,7 +8,7 @@ Reading order, plain Python on the host:
   device.
 - `prefix_cache` finds pages of prompts that begin alike.
 - `scheduler` decides which rows prefill, which rows decode, and in which pages.
-- `pacing` decides how much of both is in a step.
+- `pacing` decides how much of both is in a step, and `draft_pacing` how many draft tokens.
 
 On the device:
 

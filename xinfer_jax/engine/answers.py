@@ -62,6 +62,7 @@ class Progress(NamedTuple):
     error: BaseException | None = None  # why its request failed
     stop_string: str | None = None  # `Answer.stop_string`
     support: Sequence[Any] = ()  # as `sampled`: the sampling masks
+    drafted: Sequence[int] = ()
 
 
 class Answer:
@@ -102,7 +103,8 @@ class Answer:
         self.row = row
         self.number = number
         self.passes = 0
-        self.accepted: Sequence[int] = ()  # draft tokens at each place of a pass
+        self.drafted: Sequence[int] = ()  # draft tokens at each place of a pass
+        self.accepted: Sequence[int] = ()  # the accepted ones
         self._detokenizer = request.new_detokenizer() if request.call.options.stop_strings else None
         self.matcher = request.call.new_matcher(0)  # of its grammar
 
@@ -275,8 +277,11 @@ class Answer:
         return self.ended_by if from_outside else self.stop_string
 
     def count_passes(self, passes: int, accepted: Sequence[int]) -> None:
-        """Counts forward passes of the model, and the draft tokens that they accepted at each place."""
+        """Counts forward passes of the model, and the draft tokens that they accepted at each place. They
+        had draft tokens at these places.
+        """
         self.passes += passes
+        self.drafted = sums_by_place(self.drafted, [passes] * len(accepted))
         self.accepted = sums_by_place(self.accepted, accepted)
 
     def progress(self, start: int = 0, prompt_start: int = 0) -> Progress:
@@ -290,7 +295,7 @@ class Answer:
             start, self.tokens[start:], self.logprobs[start:], self.processed_logprobs[start:],
             self.alternatives[start:], self.ended_by, self.row.hits, self.passes,
             self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
-            self.recorded_routes, request.error, self.stop_string, self.support_rows[start:],
+            self.recorded_routes, request.error, self.stop_string, self.support_rows[start:], self.drafted,
         )  # fmt: skip
 
     def apply(self, new: Progress) -> None:
@@ -306,6 +311,7 @@ class Answer:
         self.recorded_routes = new.routed_experts
         self.passes = new.passes
         self.accepted = new.accepted
+        self.drafted = new.drafted
         known = max(0, len(self.logprobs) - new.start)
         self.alternatives += new.alternatives[known:]
         self.processed_logprobs += new.processed_logprobs[known:]

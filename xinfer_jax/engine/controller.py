@@ -22,7 +22,7 @@ from .messages import DeviceResult
 # Methods of `Device` that process 0 may call; results of the first set stay on the devices, for later calls.
 _RESULT_STAYS = {"prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
-    "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens",
+    "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens", "read_unread",
     "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache",
     "restore_cache", "adopt_params", "set_adapter",
 }  # fmt: skip

@@ -18,7 +18,8 @@ from ..sampling.logprobs import TokenLogprobs, token_logprob_rows
 from ..weights.params_like import is_deleted
 from .answers import Answer
 from .controller import Leader
-from .engine_device import Device, NewRow
+from .draft_pacing import DraftPacing, DraftResult
+from .engine_device import Device, NewRow, draft_stage
 from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
@@ -76,7 +77,8 @@ class EngineCore:
         self._restarted: dict[Answer, Any] = {}
         self._firsts: dict[int, Answer] = {}  # of slots: prefilled, without a first token
         self._holds = False  # no answer starts
-        self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
+        self._pacing = Pacing(shape.chunk)
+        self._draft_pacing = DraftPacing(shape.draft_widths)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
@@ -290,26 +292,41 @@ class EngineCore:
         masks are not computed yet does not take part.
         """
         scheduler = self.scheduler
-        tokens_per_step = 1 + self.shape.num_draft_tokens
-        late = self._late_rows()
+        started = time.perf_counter()
+        masked = bool(_with_masks(self.answers[row] for row in scheduler.running))
+        num_running = len(scheduler.running)
+        choice = self._draft_pacing.choose(num_running, masked, self._is_width_ready)
+        width = choice.width
+        late = self._late_rows(width)
         in_time = [self.answers[row] for row in scheduler.running if row not in late]
         masks = self._masks(in_time)
         running = [answer for answer in in_time if answer.row in self.answers]
         if not running:  # all are late, or have failed
             return
         left = [answer.request.call.options.max_tokens - len(answer.tokens) for answer in running]
-        steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
+        most_steps = self.shape.most_steps(width)
+        if choice.most_steps is not None:
+            most_steps = min(most_steps, choice.most_steps)
+        waiting = has_new_requests(), self._is_live
+        steps, until_one_ends = self._pacing.decode_call(scheduler, left, *waiting, most_steps)
         steps = steps if masks is None and not late else 1
-        self._execute(scheduler.reserve_pages(steps * tokens_per_step, self.shape.extra_slots))
+        self._execute(scheduler.reserve_pages(steps * (1 + width), self.shape.extra_slots))
         rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
         answers = {slot: self.answers[row] for slot, row in rows.items()}
-        began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
+        read_seconds = self._read_unread(pages, width, steps)
+        began = time.perf_counter()
         variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
-        call = pages, steps, until_one_ends, *_sampling_of(answers), masks, variants
+        call = pages, steps, until_one_ends, *_sampling_of(answers), masks, variants, width
         out = jax.device_get(self.device.decode(*call))
+        seconds = time.perf_counter() - began
         passes_B = out.count_B if out.passes_B is None else out.passes_B
-        self._pacing.record_decode(time.perf_counter() - began, int(passes_B.max()))
+        self._pacing.record_decode(seconds, int(passes_B.max()))
+        if out.accepted_BT is not None:
+            if masked:  # drafting and waiting for masks took time too
+                seconds = time.perf_counter() - started - read_seconds
+            result = _draft_result(out, [*answers], width, (seconds, read_seconds))
+            self._draft_pacing.record(choice, num_running, masked, result)
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             if out.accepted_BT is not None:
@@ -318,17 +335,29 @@ class EngineCore:
                 self._counters.count_passes(*counts)
         self._append_all(answers, out)
 
-    def _late_rows(self) -> set[Row]:
+    def _is_width_ready(self, width: int) -> bool:
+        """Returns True if steps with this number of draft tokens are compiled. Else it begins to compile."""
+        return self._is_ready(frozenset({draft_stage(width)}))
+
+    def _read_unread(self, pages: dict[Any, list[int]], width: int, steps: int) -> float:
+        """Lets a draft head read what a call of `Device.decode` needs. Returns the seconds that it took."""
+        began = time.perf_counter()
+        has_read = self.shape.head_waits and self.device.read_unread(pages, width, steps)
+        return time.perf_counter() - began if has_read else 0.0
+
+    def _late_rows(self, width: int) -> set[Row]:
         """Returns the running rows whose masks are not computed yet. The others wait a moment for rows whose
-        last mask came soon.
+        last mask came soon. width: the draft tokens of the next step.
         """
         running = self.scheduler.running
         constrained = _with_masks(self.answers[row] for row in running)
         if not constrained:
             return set()
         draft_BT = None
-        if self.shape.num_draft_tokens:
-            draft_BT = self.device.draft_tokens({row.slot: row.pages for row in running})
+        if width:
+            pages = {row.slot: row.pages for row in running}
+            self._read_unread(pages, width, 1)
+            draft_BT = self.device.draft_tokens(pages, width)
         for answer in constrained:
             answer.matcher.start(() if draft_BT is None else draft_BT[answer.row.slot].tolist())
         end = time.monotonic() + max(_MASK_SECONDS, self._pacing.step_seconds / 2)
@@ -457,6 +486,19 @@ def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
     requests = {slot: answer.request for slot, answer in answers.items()}
     recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
     return all(request.call.greedy for request in requests.values()), recorded
+
+
+def _draft_result(
+    out: SampledTokens, slots: list[Any], width: int, seconds: tuple[float, float]
+) -> DraftResult:
+    """Returns what a call of `Device.decode` for these slots gave. seconds: of the call, and of the head
+    reading before it. The head reads regularly in steps without draft tokens, and otherwise because the width
+    changed.
+    """
+    own, of_reading = seconds
+    accepted = out.accepted_BT[slots].sum(0).tolist()
+    counts = int(out.passes_B.max()), int(out.passes_B[slots].sum()), accepted
+    return DraftResult(own, *counts, of_reading) if width else DraftResult(own + of_reading, *counts)
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:

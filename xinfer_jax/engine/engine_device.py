@@ -47,7 +47,7 @@ from ..weights.params import Params, activation_dtype
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
 from .device_programs import CacheArrays, RowsCall, RowSteps, cache_pools, cache_states, paged_cache
-from .head_programs import prefill_chunk_with_head
+from .head_programs import prefill_chunk_with_head, read_unread
 from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -58,6 +58,7 @@ from .shape import EngineShape
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
 MAX_NEW_ROWS = 8  # that one program puts into their slots
+_READ_TOKENS = 8  # of a row that a head reads at a time, if it has passed over some
 
 
 class NewRow(NamedTuple):
@@ -97,7 +98,9 @@ class Device:
         self._dry_run = dry_run
         self._executor_class = executor_class(params)
         self._head_params = head_params(params, shape)
-        self._strategy: Any = _strategy_of(config, shape)
+        self._strategies = {width: _strategy_of(config, shape, width) for width in shape.draft_widths}
+        self._first_width = shape.draft_widths[0]
+        self._most_unread = [shape.num_unread] * shape.rows  # of each slot: tokens that its head has not read
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -142,12 +145,13 @@ class Device:
         callers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(held.of_row(row[-1]) for row in new))
         return start_rows(callers, np.arange(len(new)), rows, self._run)
 
-    def draft_tokens(self, pages: dict[int, list[int]]) -> np.ndarray:
-        """Returns, int32 [B, draft tokens], the draft tokens that the next step of `decode` verifies. Call it
-        only if there are draft tokens. pages: the pages of the running rows by their slots.
+    def draft_tokens(self, pages: dict[int, list[int]], width: int | None = None) -> np.ndarray:
+        """Returns, int32 [B, width], the draft tokens that the next step of `decode` verifies. Call it only
+        if there are draft tokens, with the width of that step, and after `read_unread`. pages: the pages of
+        the running rows by their slots.
         """
         executor = self._decoder(True)
-        steps, call = self._rows_call(executor, [*pages], {})
+        steps, call = self._rows_call(executor, [*pages], {}, width)
         table_BP = self._put(self._block_table(pages, self._shape.rows))
         caches = self._caches(self.states)
         model = self._model_of_slots(None)
@@ -155,8 +159,33 @@ class Device:
         args = self.rows, caches._replace(head=()), model.params, model.extras, self._head_params, call
         head, draft_BT = executor.run_steps(programs.propose_rows, steps, caches.head, args)
         self.pools = (*caches.pools, *head)
-        self._proposed_BT = draft_BT
+        self._proposed_BT = None if self._dry_run else draft_BT
         return np.asarray(draft_BT)
+
+    def read_unread(self, pages: dict[int, list[int]], width: int, steps: int) -> bool:
+        """Lets the head read the tokens that it passed over in steps without draft tokens, if the next
+        `decode` needs it. Returns True if it read. pages, width, steps: the arguments of that call.
+        """
+        shape = self._shape
+        if not shape.head_waits:
+            return False
+        most = 1 + width if width else shape.num_unread - steps
+        if all(self._most_unread[slot] <= most for slot in pages):
+            return False
+        static = shape.head, shape.capacity, _READ_TOKENS
+        running_B = np.isin(np.arange(shape.rows), [*pages])
+        table_BP = self._put(self._block_table(pages, shape.rows))
+        caches = self._caches(self.states)
+        args = self._head_params, self.params, self.rows, running_B, table_BP
+        run_steps = self._decoder(True).run_steps
+        head, unread = run_steps(read_unread, static, caches.head, args)
+        self.pools = (*caches.pools, *head)
+        self.rows = dataclasses.replace(self.rows, unread=unread)
+        for slot in pages:
+            self._most_unread[slot] = 1
+        if not self._dry_run:
+            jax.block_until_ready(unread)
+        return True
 
     def prefill(
         self,
@@ -264,11 +293,14 @@ class Device:
         steps, call = self._rows_call(executor, [*new], recorded)
         args = outputs, features_BX, call
         self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, args)
+        for slot in new:
+            self._most_unread[slot] = 1
         return _wanted(out, recorded)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
         recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
+        width: int | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given. It takes up to `steps` steps, fewer if all
         rows have ended, or if one has. With draft tokens a step may append several tokens.
@@ -277,10 +309,13 @@ class Device:
             greedy, recorded: see `sample_first`.
             masks_BQW: uint32, the tokens that each row may sample in one step. None: all.
             variants: the variants of the slots that have one.
+            width: the draft tokens of each step, one of `EngineShape.draft_widths`. None: the first one.
+                Call `read_unread` before.
         """
+        width = self._first_width if width is None else width
         self._set_masks(masks_BQW)
         executor = self._decoder(greedy)
-        row_steps, call = self._rows_call(executor, [*pages], recorded)
+        row_steps, call = self._rows_call(executor, [*pages], recorded, width)
         table_BP = self._block_table(pages, self._shape.rows)
         call = call._replace(
             tables=tuple(self._put(table_BP) for _ in (self.pools if executor.host_steps else [None])),
@@ -288,19 +323,22 @@ class Device:
             watched_B=call.running_B & until_one_ends,
         )
         if self._shape.head:
-            call = call._replace(proposed_BT=self._take_proposed())
+            call = call._replace(proposed_BT=self._take_proposed(width))
         model = self._model_of_slots(variants)
         arrays = self.rows, self._caches(self.states)
         args = model.params, model.extras, self._head_params, call
         self.rows, caches, out = executor.run_steps(programs.decode_rows, row_steps, arrays, args)
         self.pools, self.states = (*caches.pools, *caches.head), caches.states
+        for slot in pages:
+            unread = 1 + width if width else self._most_unread[slot] + steps
+            self._most_unread[slot] = min(unread, self._shape.num_unread)
         return _wanted(out, recorded)
 
-    def _take_proposed(self) -> Any:
+    def _take_proposed(self, width: int) -> Any:
         """Returns the draft tokens of the last `draft_tokens`, for the next step, or -1 for each."""
         proposed_BT, self._proposed_BT = self._proposed_BT, None
-        if proposed_BT is None:
-            return np.full((self._shape.rows, self._shape.num_draft_tokens), -1, np.int32)
+        if proposed_BT is None or proposed_BT.shape[1] != width:
+            return np.full((self._shape.rows, width), -1, np.int32)
         return np.array(proposed_BT)
 
     def _caches(self, states: Any) -> CacheArrays:
@@ -309,7 +347,7 @@ class Device:
         return CacheArrays(self.pools[:own], states, self.pools[own:])
 
     def _rows_call(
-        self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
+        self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int], width: int | None = None
     ) -> tuple[RowSteps, RowsCall]:
         """Returns the settings and arguments with which the rows in these slots sample. A program of the
         whole model itself decides what it records.
@@ -317,7 +355,8 @@ class Device:
         every_B = np.arange(self._shape.rows)
         most = 3 if self._shape.support else 2
         most = max(recorded.values(), default=0) if executor.host_steps else most
-        steps = RowSteps(self._strategy, self._shape.capacity, most)
+        strategy = self._strategies[self._first_width if width is None else width]
+        steps = RowSteps(strategy, self._shape.capacity, most)
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
@@ -396,6 +435,7 @@ class Device:
         """Puts the result of `get_row` into a slot. with_states: False: the recurrent states are left out."""
         row, states = contents
         self._put_row(slot, row)
+        self._most_unread[slot] = self._shape.num_unread
         if with_states:
             self._set_states(slot, jax.tree.map(_on_device, states))
 
@@ -435,6 +475,8 @@ class Device:
         stages["rare"] = self._run_rare_calls
         if self._shape.rows > 1 and self._shape.role != "decode":
             stages["several"] = lambda: self._put_rows([0, 0], [NewRow(self._empty_call)] * 2)
+        for width in self._shape.draft_widths[1:] if self._shape.role != "prefill" else ():
+            stages[draft_stage(width)] = partial(self._run_width, width)
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
         if self._shape.num_routes:
@@ -459,7 +501,7 @@ class Device:
         role = self._shape.role
         recorded = recorded or {}
         if role != "prefill":  # first: it compiles longest
-            self.decode({0: self._all_pages}, 1, False, greedy, recorded)
+            self._run_step(greedy, recorded, self._first_width)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             for _ in range(2):  # the second one of a step runs another program
@@ -484,8 +526,20 @@ class Device:
         if self._shape.snapshots:
             self.save_state(0, 1)
             self.load_state(0, 1)
-        if self._shape.num_draft_tokens:
+        if self._first_width:
             self.draft_tokens({0: self._all_pages})
+
+    def _run_width(self, width: int) -> None:
+        """Runs the programs of steps with this number of draft tokens."""
+        self._run_step(True, {}, width)
+        self.draft_tokens({0: self._all_pages}, width)
+
+    def _run_step(self, greedy: bool, recorded: Mapping[int, int], width: int) -> None:
+        """Runs the program of a decode step, after that of tokens that the head has not read."""
+        pages = {0: self._all_pages}
+        self._most_unread[0] = self._shape.num_unread
+        self.read_unread(pages, width, 1)
+        self.decode(pages, 1, False, greedy, recorded, None, None, width)
 
     @property
     def _all_pages(self) -> list[int]:
@@ -541,7 +595,7 @@ class Device:
         automata = Dfa.automata_of_rows(dfas, V, settings.eos_BE[:, :MAX_EOS_IDS], equal_sizes=True)
         rows = state_of_rows([row.call.prompts[0] for row in new], V, settings, sizes, automata)
         if shape.head:
-            unread_BTX = np.zeros((len(new), 1 + shape.num_draft_tokens, shape.head.feature_size), np.float32)
+            unread_BTX = np.zeros((len(new), shape.num_unread, shape.head.feature_size), np.float32)
             unread = UnreadFeatures(unread_BTX.astype(self._feature_dtype), np.ones(len(new), np.int32))
             rows = dataclasses.replace(rows, unread=unread)
         masks_BQW: Any = rows.context.allowed_bits
@@ -628,12 +682,17 @@ def head_params(params: Params, shape: EngineShape) -> Any:
     return shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
 
 
-def _strategy_of(config: ModelConfig, shape: EngineShape) -> Plain | Speculative:
-    """Returns the strategy of an engine."""
+def draft_stage(width: int) -> str:
+    """Returns the name of the stage that compiles steps with this number of draft tokens."""
+    return f"draft_tokens_{width}"
+
+
+def _strategy_of(config: ModelConfig, shape: EngineShape, width: int) -> Plain | Speculative:
+    """Returns the strategy of an engine for steps with this number of draft tokens."""
     if not shape.num_draft_tokens:
         return Plain(config)
     proposer = HeadProposer(shape.head) if shape.head else FunctionProposer(prompt_lookup)
-    return Speculative(config, proposer, shape.num_draft_tokens)
+    return Speculative(config, proposer, width)
 
 
 def _wanted(out: SampledTokens, recorded: Mapping[int, int]) -> SampledTokens:

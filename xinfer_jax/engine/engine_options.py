@@ -30,7 +30,8 @@ def _option(default: Any, flag: bool = True, recorded: bool = True, **limits: An
         default: the value if none is given.
         flag: commands have a flag of this name and meaning.
         recorded: answers depend on the value.
-        limits: `least` and `most` of a number, or the `choices` of its flag.
+        limits: `least` and `most` of a number, and the `words` that may stand in its place, or the `choices`
+            of its flag.
     """
     return dataclasses.field(default=default, metadata=dict(flag=flag, recorded=recorded, **limits))
 
@@ -64,7 +65,11 @@ class EngineOptions:
         draft: the source of draft tokens for speculative decoding. "lookup" finds them earlier in the text,
             "mtp" is the head of the model's files (`load_model(path, draft_head=True)`), and `load_draft`
             returns other heads.
-        draft_tokens: the number of draft tokens in each forward pass.
+        draft_tokens: the number of draft tokens in each forward pass. "auto": from 0 to 4. The engine
+            measures acceptance rates and the time of a pass, and takes the number with the most tokens per
+            second. This number depends on other requests and on the machine, so an answer may have other bits
+            than alone. Its tokens are the same, except at a position whose two best scores are as close as
+            rounding.
         cache_dtype: the dtype of keys and values, as for `GenerateOptions`. "gear" raises `InputError`, since
             it needs whole rows.
         impl: the implementation of the operations, as for `GenerateOptions`.
@@ -108,7 +113,7 @@ class EngineOptions:
     prefix_cache: bool = _option(True)
     time_slice: float = _option(0.5, least=0.0, most=1e9)
     draft: "Draft | Literal['lookup', 'mtp'] | None" = _option(None)
-    draft_tokens: int = _option(3, least=1, most=16)
+    draft_tokens: int | Literal["auto"] = _option(3, least=1, most=16, words=("auto",))
     cache_dtype: "Dtype | None" = _option(None, flag=False)
     impl: str | None = _option(None, flag=False)
     warm_up: bool = _option(False, recorded=False)
@@ -140,7 +145,7 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache: bool
     time_slice: float
     draft: "Draft | Literal['lookup', 'mtp'] | None"
-    draft_tokens: int
+    draft_tokens: int | Literal["auto"]
     cache_dtype: "Dtype | None"
     impl: str | None
     warm_up: bool

@@ -1,14 +1,15 @@
-"""Programs of an engine's draft head: its caches over pages, and prefill, after which the head has read the
-prompt.
+"""Programs of an engine's draft head: its caches over pages, prefill, after which the head has read the
+prompt, and reading the tokens of later steps in which it drafted nothing.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import FeaturePages, Paged
-from ..draft_heads.draft_head import DraftHead
+from ..draft_heads.draft_head import DraftHead, HeadParams, UnreadTokens, head_run_config
 from ..generation.executor import Executor
 from ..generation.head_prefill import read_chunk
 from ..generation.loop import last_hidden
@@ -74,6 +75,45 @@ def prefill_chunk_with_head(
     else:
         outputs = head_logits(params, config, last_hidden(found.hidden_BTD, num_tokens_B))
     return outputs, last_BX, found.cache, head_pools(found.head_cache, features)
+
+
+def read_unread(executor: Executor, static: tuple, pools: Any, args: tuple) -> tuple[Any, UnreadFeatures]:
+    """Lets the head read all unread tokens of the rows of a call except their last ones.
+
+    Args:
+        executor: the executor of a trace.
+        static: the head, the capacity, and the number of tokens that the head reads at a time.
+        pools: `CacheArrays.head`.
+        args: the parameters of the head and of the target, the rows, the rows that take part, bool [B], and
+            the block table.
+
+    Returns:
+        `CacheArrays.head`, and `DecodeState.unread`.
+    """
+    head, capacity, chunk = static
+    own, target, rows, running_B, table_BP = args
+    features_BTX, count_B = map(jnp.asarray, rows.unread)
+    running_B = jnp.asarray(running_B)
+    read_B = jnp.where(running_B & rows.active_B, count_B - 1, 0)
+    first_B = rows.position_B - count_B
+    cache, features = head_caches(head, pools, jnp.asarray(table_BP), capacity, jnp.maximum(first_B, 0))
+    run_config = head_run_config(executor.run_config)
+    padded_BTX = jnp.pad(features_BTX, ((0, 0), (0, -features_BTX.shape[1] % chunk), (0, 0)))
+
+    def body(i: Any, cache: Any) -> Any:
+        at_T = i * chunk + jnp.arange(chunk)
+        index_BT = jnp.maximum(first_B[:, None] + at_T, 0)
+        tokens_BT = jnp.take_along_axis(rows.context.history_BS, index_BT, 1, mode="clip")
+        part_BTX = lax.dynamic_slice_in_dim(padded_BTX, i * chunk, chunk, 1)
+        unread = UnreadTokens(tokens_BT, part_BTX, jnp.clip(read_B - i * chunk, 0, chunk))
+        return head.read(HeadParams(own, target), unread, cache, run_config)
+
+    cache = lax.fori_loop(0, -(-jnp.max(read_B) // chunk), body, cache)
+    last_BX = jnp.take_along_axis(features_BTX, read_B[:, None, None], 1)[:, 0]
+    has_read_B = read_B > 0
+    first_BX = jnp.where(has_read_B[:, None], last_BX, features_BTX[:, 0])
+    unread = UnreadFeatures(features_BTX.at[:, 0].set(first_BX), jnp.where(has_read_B, 1, count_B))
+    return head_pools(cache, features), unread
 
 
 def first_unread(features_BX: Any, old: UnreadFeatures, is_new_B: Any) -> UnreadFeatures:

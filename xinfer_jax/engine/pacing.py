@@ -18,13 +18,10 @@ class Pacing:
 
     Args:
         chunk: tokens of a full chunk.
-        tokens_per_step: the most tokens that a row may get in one decode step. It is more than 1 with draft
-            tokens.
     """
 
-    def __init__(self, chunk: int, tokens_per_step: int = 1):
+    def __init__(self, chunk: int):
         self._chunk = chunk
-        self._tokens_per_step = tokens_per_step
         self.step_seconds = 0.0  # of the last decode steps, each; 0 before the first
         self._prefill_steps = 0  # since the last step that decoded
 
@@ -41,7 +38,12 @@ class Pacing:
         return skips
 
     def decode_call(
-        self, scheduler: Scheduler, left: Sequence[int], has_new_requests: bool, live: bool
+        self,
+        scheduler: Scheduler,
+        left: Sequence[int],
+        has_new_requests: bool,
+        live: bool,
+        most_steps: int = MAX_DECODE_TOKENS,
     ) -> tuple[int, bool]:
         """Returns the largest number of steps that the running rows decode, within a limited time, and True
         if they stop when a row ends because others wait.
@@ -51,11 +53,12 @@ class Pacing:
             left: the number of tokens that each running row may still sample.
             has_new_requests: True: there are requests that the scheduler does not have yet.
             live: True: a caller may stream one of the rows.
+            most_steps: the most steps of a call.
         """
         others = scheduler.has_waiting or len(scheduler.rows_with_slots) > len(scheduler.running)
         until_one_ends = others or has_new_requests
         most = min(left) if until_one_ends else max(left)
-        steps = min(most, MAX_DECODE_TOKENS // self._tokens_per_step, self._affordable_steps(others, live))
+        steps = min(most, most_steps, self._affordable_steps(others, live))
         return steps, until_one_ends
 
     def record_decode(self, seconds: float, steps: int) -> None:

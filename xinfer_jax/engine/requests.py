@@ -242,11 +242,11 @@ class Request:
         stats.peak_bytes = peak_bytes()
         if engine.num_draft_tokens:
             stats.passes = [answer.passes for answer in answers]
-            draft_tokens = [max(1, answer.passes) * engine.num_draft_tokens for answer in answers]
             none = [0] * engine.num_draft_tokens
+            stats.drafted = [sums_by_place(answer.drafted, none) for answer in answers]
             stats.accepted = [sums_by_place(answer.accepted, none) for answer in answers]
-            pairs = zip(stats.accepted, draft_tokens, strict=True)
-            stats.acceptance = [sum(accepted) / n for accepted, n in pairs]
+            pairs = zip(stats.accepted, stats.drafted, strict=True)
+            stats.acceptance = [sum(accepted) / max(1, sum(drafted)) for accepted, drafted in pairs]
         return stats
 
 

@@ -41,6 +41,8 @@ from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
 _PAGES_FRACTION = 0.5  # of the memory beside the weights
+_MOST_AUTO_TOKENS = 4  # draft tokens in each pass with draft_tokens="auto"
+_UNREAD_TOKENS = 64  # of a row that its draft head reads together, if steps had no draft tokens
 _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 
@@ -97,8 +99,39 @@ class EngineShape(EngineOptions):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of each pass. 0: no speculative decoding."""
-        return self.draft_tokens if self.draft else 0
+        """The most draft tokens of a pass. 0: no speculative decoding."""
+        if not self.draft:
+            return 0
+        if not isinstance(self.draft_tokens, str):
+            return self.draft_tokens
+        return min(_MOST_AUTO_TOKENS, self.head.max_draft_tokens if self.head else _MOST_AUTO_TOKENS)
+
+    @property
+    def draft_widths(self) -> tuple[int, ...]:
+        """The numbers of draft tokens that a pass may have. The programs of the first one compile first."""
+        most = self.num_draft_tokens
+        return tuple(range(1 + most)) if self.draft_tokens == "auto" else (most,)
+
+    @property
+    def num_unread(self) -> int:
+        """The most tokens of a row that a draft head has not read."""
+        return _UNREAD_TOKENS if self.head_waits else 1 + self.num_draft_tokens
+
+    @property
+    def head_waits(self) -> bool:
+        """True if the head does not read the tokens of steps without draft tokens. It reads them together
+        later (`Device.read_unread`).
+        """
+        return len(self.draft_widths) > 1 and self.num_head_pools > 0
+
+    def most_steps(self, width: int) -> int:
+        """Returns the most steps of a call with this number of draft tokens: a row's tokens fit into its
+        output, and if the head does not read them, into its unread tokens.
+        """
+        most = MAX_DECODE_TOKENS // (1 + width)
+        if width or not self.head_waits:
+            return most
+        return min(most, self.num_unread - 1 - self.num_draft_tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -137,6 +170,8 @@ def check_options(model: Model, options: EngineOptions) -> EngineOptions:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if "least" in field.metadata and not (value is None and field.default is None):
+            if isinstance(value, str) and value in field.metadata.get("words", ()):
+                continue
             least = field.metadata["least"]
             check: Any = check_integer if isinstance(least, int) else _check_number
             checked[field.name] = check(field.name, value, least, field.metadata.get("most"))
@@ -200,7 +235,8 @@ def engine_head(model: Model, options: EngineOptions) -> DraftHead | None:
     """
     if options.draft in (None, "lookup"):
         return None
-    return bound_head(options.draft, model.params, model.config, options.draft_tokens).head
+    count = 1 if options.draft_tokens == "auto" else options.draft_tokens
+    return bound_head(options.draft, model.params, model.config, count).head
 
 
 def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:

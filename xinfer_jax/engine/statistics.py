@@ -35,6 +35,7 @@ class EngineStats:
         passes: the number of forward passes that rows took part in to verify draft tokens. 0: the engine has
             no draft tokens.
         drafted: the number of draft tokens in these passes.
+        drafted_by_place: the number of draft tokens at each place of a pass.
         accepted: the number of accepted draft tokens at each place of a pass.
         requests: the number of requests that have ended.
         programs: the number of programs that were compiled ahead of their first run. 0 over a mesh.
@@ -63,6 +64,7 @@ class EngineStats:
     generated_tokens: int
     passes: int
     drafted: int
+    drafted_by_place: list[int]
     accepted: list[int]
     requests: int
     programs: int
@@ -80,6 +82,7 @@ class EngineCounters:
         self.generated_tokens = 0
         self.passes = 0
         self.drafted = 0
+        self.drafted_by_place: list[int] = []
         self.accepted: list[int] = []
         self.requests = 0
         names = ("ttft", "tpot")
@@ -91,9 +94,13 @@ class EngineCounters:
         return {name: value for name, value in vars(self).items() if name != "seconds"}
 
     def count_passes(self, passes: int, accepted: Sequence[int]) -> None:
-        """Counts forward passes that one row took part in, and accepted draft tokens at each place."""
-        self.passes += passes
-        self.drafted += passes * len(accepted)
+        """Counts forward passes that one row took part in, and accepted draft tokens at each place. Passes
+        without draft tokens do not count.
+        """
+        drafted = [passes] * len(accepted)
+        self.passes += passes if drafted else 0
+        self.drafted += sum(drafted)
+        self.drafted_by_place = sums_by_place(self.drafted_by_place, drafted)
         self.accepted = sums_by_place(self.accepted, accepted)
 
     def add(self, request: Request) -> None:
@@ -111,9 +118,12 @@ def collect_stats(engines: Sequence[Any], counters: Sequence[EngineCounters]) ->
     gave them.
     """
     each = [engine.counts() for engine in engines]
-    accepted = sums_by_place(*(counts.pop("accepted") for counts in each))
+    by_place = {
+        name: sums_by_place(*(counts.pop(name) for counts in each))
+        for name in ("drafted_by_place", "accepted")
+    }
     stats: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
-    stats["accepted"] = accepted
+    stats |= by_place
     stats["requests"] = sum(own.requests for own in counters)
     for name in ("ttft", "tpot"):
         seconds = [x for own in counters for x in list(own.seconds[name])]

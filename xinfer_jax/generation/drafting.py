@@ -151,6 +151,7 @@ class Drafting:
         passes_R = np.asarray(state.passes_B)[:rows]
         accepted_RT = np.asarray(state.accepted_BT)[:rows]
         stats.passes = passes_R.tolist()
+        stats.drafted = np.tile(passes_R[:, None], self._call.num_draft_tokens).tolist()
         possible_R = np.maximum(passes_R, 1) * self._call.num_draft_tokens
         stats.accepted = accepted_RT.tolist()
         stats.acceptance = (accepted_RT.sum(1) / possible_R).tolist()

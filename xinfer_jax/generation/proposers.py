@@ -60,7 +60,7 @@ class Proposer(abc.ABC):
             params: the parameters of the proposer and those of the target.
             state: the rows.
             caches: the cache of the proposer, None if it has none, and the target's.
-            count: the number of draft tokens.
+            count: the number of draft tokens. 0: a draft head does not read its unread tokens.
         """
 
     def features(self, params: tuple[Any, Any], verified: Verified) -> Any:
@@ -78,6 +78,8 @@ class FunctionProposer(Proposer):
 
     def propose(self, executor, params, state, caches, count):
         known = state.context.history_BS, state.position_B
+        if not count:
+            return np.zeros((len(state.token_B), 0), np.int32), None
         return executor.call(_CALL_DRAFT_FUNCTION, self.function, count, *known), None
 
 
@@ -122,12 +124,13 @@ class HeadProposer(Proposer):
     def propose(self, executor, params, state, caches, count):
         head_cache, target_cache = caches
         run_config = head_run_config(executor.run_config)
+        if not count:  # the head reads nothing: `append_unread_features`
+            return jnp.zeros((len(state.token_B), 0), jnp.int32), head_cache
         read_B = jnp.where(state.active_B, state.unread.count_B, 0)
         unread, head_cache = _unread_tokens(state, head_cache, read_B)
+        if head_cache is not None:  # there may be space for more tokens, which is empty now
+            unread = UnreadTokens(*(x[:, : 1 + count] for x in unread[:2]), read_B)
         params = HeadParams(*params)
-        if not count:
-            cache = head_cache and self.head.read(params, unread, head_cache, run_config)
-            return jnp.zeros((len(read_B), 0), jnp.int32), cache
 
         def sample(logits_BV, context):
             token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
@@ -169,13 +172,23 @@ def unread_features(features_BTX: jax.Array, count_B: Any, old: UnreadFeatures) 
     """Returns the features of the tokens that are certain since the last step. Rows whose count is 0 keep
     theirs.
     """
-    missing = old.features_BTX.shape[1] - features_BTX.shape[1]
-    padded_BTX = jnp.pad(features_BTX, ((0, 0), (0, missing), (0, 0)))
+    old_BTX = jnp.asarray(old.features_BTX)
+    T = features_BTX.shape[1]
     stepped_B = count_B > 0
-    kept_BTX = jnp.where(stepped_B[:, None, None], padded_BTX, old.features_BTX).astype(
-        old.features_BTX.dtype
-    )
-    return UnreadFeatures(kept_BTX, jnp.where(stepped_B, count_B, old.count_B))
+    kept_BTX = jnp.where(stepped_B[:, None, None], features_BTX.astype(old_BTX.dtype), old_BTX[:, :T])
+    return UnreadFeatures(old_BTX.at[:, :T].set(kept_BTX), jnp.where(stepped_B, count_B, old.count_B))
+
+
+def append_unread_features(features_BTX: jax.Array, count_B: Any, old: UnreadFeatures) -> UnreadFeatures:
+    """Returns the unread features with those of the tokens of a step in which the head did not read."""
+    T = features_BTX.shape[1]
+    U = old.features_BTX.shape[1]
+    row_B1 = jnp.arange(len(old.count_B))[:, None]
+    at_BT = old.count_B[:, None] + jnp.arange(T)
+    at_BT = jnp.where(jnp.arange(T) < count_B[:, None], at_BT, U)
+    new_BTX = features_BTX.astype(old.features_BTX.dtype)
+    appended_BTX = jnp.asarray(old.features_BTX).at[row_B1, at_BT].set(new_BTX, mode="drop")
+    return UnreadFeatures(appended_BTX, old.count_B + count_B)
 
 
 # For `Executor.forward`.

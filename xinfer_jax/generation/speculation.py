@@ -27,7 +27,7 @@ from ..ops.operation import run
 from ..sampling.caller_processors import end_rows
 from .executor import Executor, RunnableModel
 from .loop import Hidden, to_logits
-from .proposers import Proposer, Verified, unread_features
+from .proposers import Proposer, Verified, append_unread_features, unread_features
 from .state import DecodeState, RowProgress, sample_and_append
 from .strategies import Carry, Strategy
 
@@ -68,7 +68,7 @@ class Speculative(Strategy):
 
     config: ModelConfig
     proposer: Proposer
-    num_draft_tokens: int  # per step
+    num_draft_tokens: int  # per step; 0: a step is a plain one, which keeps what a draft head needs later
     stop: Callable[[DecodeState], jax.Array] | None = None  # see `Plain`
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
@@ -113,7 +113,9 @@ class Speculative(Strategy):
         hidden = out.hidden.states if isinstance(out.hidden, Hidden) else out.hidden
         count_B = state.position_B - before_B
         features_BTX = self.proposer.features((own, params), Verified(hidden, out.reads, count_B))
-        state = dataclasses.replace(state, unread=unread_features(features_BTX, count_B, state.unread))
+        waits = not self.num_draft_tokens and pages is not None
+        add = append_unread_features if waits else unread_features
+        state = dataclasses.replace(state, unread=add(features_BTX, count_B, state.unread))
         return state, pages and pages.record(features_BTX, before_B - 1, count_B)
 
 

@@ -63,14 +63,14 @@ class Metrics:
                 metric = family(f"vllm:{name}", name.replace("_", " "), labels=["model_name"])
                 metric.add_metric(labels, value)
                 yield metric
-        by_place = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "spec decode num accepted tokens per pos",
-            labels=["model_name", "position"],
-        )
-        for position, value in enumerate(stats.accepted):
-            by_place.add_metric([*labels, str(position)], value)
-        yield by_place
+        by_place = dict(accepted=stats.accepted, draft=stats.drafted_by_place)
+        for kind, counts in by_place.items():
+            name = f"spec_decode_num_{kind}_tokens_per_pos"
+            names = ["model_name", "position"]
+            metric = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=names)
+            for position, count in enumerate(counts):
+                metric.add_metric([*labels, str(position)], count)
+            yield metric
 
     def observe(self, request: Request) -> None:
         """Counts a request that has ended."""

@@ -30,6 +30,7 @@ _SUMS = {  # of `EngineStats`
     "programs",
     "passes",
     "drafted",
+    "drafted_by_place",
     "accepted",
 }
 

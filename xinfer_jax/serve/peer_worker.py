@@ -187,7 +187,7 @@ def _description(engine: LocalEngine, host: str) -> dict[str, Any]:
         version=__version__, jax=jax.__version__, device=device.device_kind,
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
-        capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.num_draft_tokens,
+        capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.shape.draft_widths,
         draft=head_fingerprint(model.params, engine.shape),
         cache_dtype=engine.shape.cache_dtype, page_bytes=engine.shape.page_bytes,
         devices=mesh.size if mesh else 1, adapters=[dict(engine.adapters), engine.shape.max_rank],

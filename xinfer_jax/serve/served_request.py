@@ -8,6 +8,7 @@ from typing import Any
 
 from ..api.bodies import ParsedBody
 from ..api.responses import draft_details, usage
+from ..engine.answers import sums_by_place
 from ..engine.requests import Request
 from .admission import Reservation
 
@@ -66,15 +67,16 @@ class ServedRequest:
 
 
 def usage_with_cached(parsed: ParsedBody, requests: Sequence[Request]) -> dict[str, Any]:
-    """Returns the response's `usage`: tokens of the prompts and answers, cached tokens of the prompts, and
-    draft tokens if the engine drafts.
+    """Returns the response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts. If
+    the engine drafts, it also has the numbers of draft tokens, together and at each place of a pass.
     """
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
     answers = [answer for request in requests for answer in request.answers]
-    counts = dict(usage(parsed, [answer.logprobs for answer in answers]), prompt_tokens_details=cached)
-    if of_pass := requests[0].engine.num_draft_tokens:
+    found = dict(usage(parsed, [answer.logprobs for answer in answers]), prompt_tokens_details=cached)
+    if requests[0].engine.num_draft_tokens:
         counted = answers if parsed.max_tokens else []
-        drafted = of_pass * sum(answer.passes for answer in counted)
-        details = draft_details(drafted, sum(sum(answer.accepted) for answer in counted))
-        counts["completion_tokens_details"] = details
-    return counts
+        drafted = sums_by_place(*(answer.drafted for answer in counted))
+        accepted = sums_by_place(*(answer.accepted for answer in counted))
+        found["completion_tokens_details"] = draft_details(sum(drafted), sum(accepted))
+        found["draft_tokens_details"] = dict(drafted=drafted, accepted=accepted)
+    return found
