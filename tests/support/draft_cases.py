@@ -22,6 +22,7 @@ from xinfer_jax.families.draft_heads import mtp_spec
 from xinfer_jax.families.eagle3_files import EAGLE3_FILES
 from xinfer_jax.families.gemma4_assistant_files import ASSISTANT_FILES
 from xinfer_jax.generation.head_prefill import bound_head
+from xinfer_jax.weights.param_specs import param_specs
 
 V = 24  # tokens
 _DENSE = dict(vocab_size=V, num_hidden_layers=3)
@@ -90,11 +91,7 @@ def _mtp_model(name: str) -> xj.Model:
         config = xj.ModelConfig.from_hf(hf | (hybrid if name == "mtp-hybrid" else {}))
         params = parity_cases.params_from(config, parity_cases.random_tensors(config, 3))
     config = dataclasses.replace(config, draft_head=mtp_spec(config))
-    specs = xj.param_specs(config)["draft_head"] if hasattr(xj, "param_specs") else None
-    if specs is None:
-        from xinfer_jax.weights.param_specs import param_specs
-
-        specs = param_specs(config)["draft_head"]
+    specs = param_specs(config)["draft_head"]
     return xj.Model(params | dict(draft_head=random_params(specs)), config)
 
 

@@ -98,7 +98,7 @@ class FeaturePages(Paged):
         pool: Any = self.k
         none = len(pool)  # a page that does not exist
         x_PX = pool[:, 0, 0]
-        for page in range(-(-T // PAGE_SIZE) if T > 1 else 1):  # the ends of pages among T tokens
+        for page in range(-(-T // PAGE_SIZE)):  # the ends of pages among T tokens
             at_B = (PAGE_SIZE - 1 - start_B) % PAGE_SIZE + page * PAGE_SIZE
             index_B1 = ((start_B + at_B) // PAGE_SIZE)[:, None]
             page_B = jnp.take_along_axis(self.table_BP, index_B1, 1, mode="fill", fill_value=none)[:, 0]

@@ -59,11 +59,11 @@ def _checked(found: BoundHead, count: int) -> BoundHead:
 
 
 class Prefilled(NamedTuple):
-    """The results of a prefill with a head."""
+    """The results of a prefill with a proposer."""
 
     outputs: Any  # logits [B, V] after the last token of each row
     cache: KVCache
-    head_cache: KVCache | None
+    draft_cache: KVCache | None  # of the draft head or model; None: it has none
     unread: UnreadFeatures | None  # None: no head drafts
     features: FeatureRows | None  # None: they are not kept
 
