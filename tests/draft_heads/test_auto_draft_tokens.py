@@ -11,11 +11,13 @@ from draft_cases import HEADS, draft_case, prompts
 from quick import full_except
 
 import xinfer_jax as xj
+from xinfer_jax.cache.page_size import PAGE_SIZE
 from xinfer_jax.cli.answer_flags import define_engine
 from xinfer_jax.cli.flag_parser import FlagParser
 from xinfer_jax.engine.draft_pacing import DraftChoice, DraftPacing
 from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.shape import check_options, engine_shape
+from xinfer_jax.grammar.matcher import CompiledGrammar, Matcher
 
 PLAIN = xj.GenerateOptions(max_tokens=90, eos_token_ids=())
 KINDS = (*HEADS, "lookup")
@@ -122,6 +124,50 @@ def test_masks_of_grammars_are_for_the_draft_tokens_of_the_step(widths, draft):
     out = engine.submit([5, 6, 7], asked).result()
     assert re.fullmatch("(abc|abd){12}", model.tokenizer.decode(out.tokens[0], skip_special_tokens=True))
     assert out.tokens == xj.generate(model.params, model.config, [[5, 6, 7]], asked).tokens
+    engine.close()
+
+
+def test_masks_are_computed_again_for_other_draft_tokens():
+    """A row waits for masks, and then the engine takes another number of draft tokens."""
+    model = xj.load_model()
+    grammar = dataclasses.replace(xj.grammar.lark("start: /(abc|abd){12}/"), tokenizer=model.tokenizer)
+    compiled = CompiledGrammar(grammar, model.config.vocab_size, None, None)
+    a, b, x = (model.tokenizer.encode(text)[-1] for text in "abx")
+    found = []
+    for started in ([()], [(), (a, b)], [(x,), (a, b)], [(a, b, x), (a, b)]):
+        matcher = Matcher(compiled._local_masks(), model.config.vocab_size, (0,), None)
+        for drafts in started:
+            matcher.start(drafts)
+        masks = np.zeros((3, -(-model.config.vocab_size // 32)), np.uint32)
+        matcher.fill(masks)
+        found.append(masks)
+    assert found[0][0].any() and not found[0][1:].any()
+    for masks in found[1:]:
+        assert masks[1:].any(1).all()
+        np.testing.assert_array_equal(masks, found[1])
+
+
+@pytest.mark.full
+def test_rows_with_masks_have_pages_for_their_draft_tokens(monkeypatch):
+    """The head writes after a prompt that fills its page."""
+    model = xj.load_model(draft_head=True)
+    grammar = dataclasses.replace(xj.grammar.lark("start: /(abc|abd){12}/"), tokenizer=model.tokenizer)
+    asked = xj.GenerateOptions(max_tokens=60, grammar=grammar)
+    engine = xj.Engine(model, rows=2, capacity=256, chunk=64, draft="mtp", draft_tokens=3)
+    drafted = []
+    draft_tokens = engine.core.device.draft_tokens
+
+    def recorded(pages, width):
+        rows = engine.core.scheduler.running
+        drafted.extend(PAGE_SIZE * len(pages[row.slot]) - row.num_computed - width for row in rows)
+        return draft_tokens(pages, width)
+
+    monkeypatch.setattr(engine.core.device, "draft_tokens", recorded)
+    ids = [[5 + i] * 64 for i in range(2)]
+    together = engine.generate(ids, asked)
+    alone = [engine.generate([row], asked)[0] for row in ids]
+    assert drafted and min(drafted) >= 0
+    assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
     engine.close()
 
 

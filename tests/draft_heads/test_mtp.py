@@ -11,6 +11,7 @@ import mtp_cases
 import numpy as np
 import pytest
 import tiny
+from draft_cases import DraftCase, expected_accepted
 from mtp_cases import DRAFTS, ROWS
 from quick import full_except
 from safetensors.numpy import load_file, save_file
@@ -387,16 +388,6 @@ def test_generation_accepts_the_drafts_of_the_head(saved, tmp_path, name):
     drafting = dataclasses.replace(options, draft="mtp", draft_tokens=DRAFTS)
     found = xj.generate(model.params, model.config, [ids], drafting)
     assert list(found.tokens[0]) == want
-    accepted = [0] * DRAFTS
-    known = 1  # tokens of the answer
-    while known < len(want):
-        unread = mtp_cases.read_prompts(model, [ids + want[:known]], width=40)
-        drafts = mtp_cases.draft(model, unread).tokens_BT[0].tolist()
-        right = 0
-        while right < DRAFTS and known + right < len(want) and drafts[right] == want[known + right]:
-            right += 1
-        right = min(right, len(want) - known - 1)
-        accepted = [count + (i < right) for i, count in enumerate(accepted)]
-        known += right + 1
+    accepted = expected_accepted(DraftCase(model, "mtp"), ids, want, DRAFTS)
     print(f"{name}: accepted {accepted} of 24 tokens")
     assert accepted[0] > 3 and accepted[1] and sum(accepted) < 16 and found.stats.accepted == [accepted]

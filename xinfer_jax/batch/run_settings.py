@@ -10,7 +10,7 @@ import jax
 from .. import __version__
 from ..adapters.adapter import adapter_digest
 from ..backends.cpu import cpu_features
-from ..cache.fingerprint import fingerprint, tree_fingerprint
+from ..cache.fingerprint import draft_fingerprint, fingerprint, tree_fingerprint
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
 from ..draft_heads.draft import Draft
@@ -40,7 +40,9 @@ def run_settings(
         digests = {name: adapter_digest(adapter).hex() for name, adapter in adapters.items()}
         engine |= dict(adapters=digests, max_adapters=options.max_adapters, max_rank=options.max_rank)
     if isinstance(options.draft, Draft):
-        engine["draft"] = f"{options.draft.head.kind} {tree_fingerprint(options.draft.params)}"
+        engine["draft"] = (
+            f"{options.draft.head.kind} {draft_fingerprint(options.draft.head, options.draft.params)}"
+        )
     elif options.draft == "mtp" and "draft_head" in model.params:
         engine["draft"] = f"mtp {tree_fingerprint(model.params['draft_head'])}"
     tokenizer = model.tokenizer

@@ -90,7 +90,7 @@ class DraftHead(abc.ABC):
         """Returns the number of slots after the certain tokens that it writes to draft this number of
         tokens.
         """
-        return max(0, count - 1)
+        return 0
 
     @property
     def has_cache(self) -> bool:
@@ -131,6 +131,9 @@ class DraftHead(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class ChainHead(DraftHead):
     """A head that drafts one token after the other. After the first, it takes its own states for features."""
+
+    def scratch_slots(self, count):
+        return max(0, count - 1)
 
     @abc.abstractmethod
     def run(

@@ -349,7 +349,11 @@ class EngineCore:
         """Returns the running rows whose masks are not computed yet. The others wait a moment for rows whose
         last mask came soon. width: the draft tokens of the next step.
         """
-        running = self.scheduler.running
+        if not _with_masks(self.answers[row] for row in self.scheduler.running):
+            return set()
+        if width:  # a draft head writes to pages
+            self._execute(self.scheduler.reserve_pages(1 + width, self.shape.extra_slots))
+        running = self.scheduler.running  # the others were preempted
         constrained = _with_masks(self.answers[row] for row in running)
         if not constrained:
             return set()
@@ -464,7 +468,10 @@ class EngineCore:
             kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
-            self.scheduler.end(row, answer.tokens[len(row.ids) - len(answer.request.ids) :], valid)
+            tokens = answer.tokens[len(row.ids) - len(answer.request.ids) :]
+            if self.shape.num_head_pools:  # pages that are shared have the data of the head for all tokens
+                tokens = tokens[: max(0, len(tokens) - self.shape.num_unread)]
+            self.scheduler.end(row, tokens, valid)
         del self.answers[answer.row]
 
 

@@ -26,7 +26,6 @@ from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..draft_heads.draft import Draft
 from ..generation.batch_arrays import StateSizes, settings_of_rows, state_of_rows, token_matrix
 from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
@@ -53,7 +52,7 @@ from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
 from .row import PLAIN, Variant
-from .shape import EngineShape
+from .shape import EngineShape, head_params
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
@@ -323,7 +322,7 @@ class Device:
             watched_B=call.running_B & until_one_ends,
         )
         if self._shape.head:
-            call = call._replace(proposed_BT=self._take_proposed(width))
+            call = call._replace(proposed_BT=self._take_proposed(width, masks_BQW is not None))
         model = self._model_of_slots(variants)
         arrays = self.rows, self._caches(self.states)
         args = model.params, model.extras, self._head_params, call
@@ -334,10 +333,12 @@ class Device:
             self._most_unread[slot] = min(unread, self._shape.num_unread)
         return _wanted(out, recorded)
 
-    def _take_proposed(self, width: int) -> Any:
-        """Returns the draft tokens of the last `draft_tokens`, for the next step, or -1 for each."""
+    def _take_proposed(self, width: int, has_masks: bool) -> Any:
+        """Returns the draft tokens of the last `draft_tokens`, for which the masks of the next step are, or
+        -1 for each. Without masks they may belong to rows that have ended.
+        """
         proposed_BT, self._proposed_BT = self._proposed_BT, None
-        if proposed_BT is None or proposed_BT.shape[1] != width:
+        if proposed_BT is None or not has_masks or proposed_BT.shape[1] != width:
             return np.full((self._shape.rows, width), -1, np.int32)
         return np.array(proposed_BT)
 
@@ -673,13 +674,6 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
-
-
-def head_params(params: Params, shape: EngineShape) -> Any:
-    """Returns the parameters of the draft head. None: there is none. params: the parameters of the model."""
-    if shape.head is None:
-        return None
-    return shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
 
 
 def draft_stage(width: int) -> str:

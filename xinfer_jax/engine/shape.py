@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from .. import __version__
 from ..adapters.adapter import row_matrices
 from ..backends.cpu.cpu_features import numerics_features
-from ..cache.fingerprint import fingerprint, tree_fingerprint
+from ..cache.fingerprint import draft_fingerprint, fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_features, empty_pools
 from ..cache.stored_kv import resolve_cache_dtype
@@ -299,7 +299,8 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
     device = next(iter(params["final_norm"].sharding.device_set))
     options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"
     return dict(
-        model=fingerprint(params, config), draft=head_fingerprint(params, shape),
+        model=fingerprint(params, config),
+        draft=head_fingerprint(params, shape) if shape.num_head_pools else None,
         factors=[config.rope.short_factor, config.rope.long_factor],
         versions=[__version__, jax.__version__, jaxlib.__version__], device=device.device_kind,
         cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
@@ -310,12 +311,16 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
     )  # fmt: skip
 
 
-def head_fingerprint(params: Params, shape: EngineShape) -> Any:
-    """Returns a fingerprint of the draft head, on which the contents of pages depend too."""
-    if not shape.num_head_pools:
+def head_params(params: Params, shape: EngineShape) -> Any:
+    """Returns the parameters of the draft head. None: there is none. params: the parameters of the model."""
+    if shape.head is None:
         return None
-    own = shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
-    return repr(shape.head), tree_fingerprint(own)
+    return shape.draft.params if isinstance(shape.draft, Draft) else params["draft_head"]
+
+
+def head_fingerprint(params: Params, shape: EngineShape) -> str | None:
+    """Returns the `draft_fingerprint` of the draft head. None: there is none."""
+    return draft_fingerprint(shape.head, head_params(params, shape)) if shape.head else None
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:

@@ -16,7 +16,7 @@ from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.random_keys import answer_keys
 from ..sampling.sampling_config import SamplingConfig
-from ..weights.params import Params, cache_dtype, tree_bytes
+from ..weights.params import Params, activation_dtype, cache_dtype, tree_bytes
 from .executor import bucket, device_chunk_size, run_program
 from .executor_choice import executor_class
 from .state import DecodeState, RowSettings, new_state
@@ -48,13 +48,18 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     parts = dict(weights=tree_bytes(call.params), cache=0)
     models = [(call.params, config)] if options.use_cache else []
     draft: Any = options.draft
+    head: Any = None
     if hasattr(draft, "params"):  # needs the cache
-        models.append((draft.params, draft.config))
+        head = getattr(draft, "head", None)
+        models.append((call.params if head else draft.params, draft.config))
         is_own = draft.params is call.params.get("draft_head")
         parts["draft"] = 0 if is_own else tree_bytes(draft.params)
     for tree, model in models:
-        dtype = options.cache_dtype or cache_dtype(tree if "embed" in tree else call.params)
+        dtype = options.cache_dtype or cache_dtype(tree)
         parts["cache"] += cache_bytes(model, rows, call.capacity, dtype)
+    if head and options.keep_prefix:  # `FeatureRows`
+        itemsize = activation_dtype(call.params).itemsize
+        parts["cache"] += rows * call.capacity * head.feature_size * itemsize
     if options.use_cache:
         width = executor_class(call.params).prefill_width(call.longest, call.prompt_rows)
         tokens = call.prompt_rows * min(width, device_chunk_size(np.empty(call.prompt_rows)))

@@ -117,7 +117,7 @@ class Matcher:
         self._recent: list[int] = []  # the last tokens of the reasoning
         self._in_call = False  # they are of a call
         self._ids: list[int] = []  # since the grammar began
-        self._started = False
+        self._drafts: list[int] | None = None  # with which `start` was called; None: it was not called
         self._free: list[Any] = []  # which EOS ids may come, for each next mask before the grammar begins
         self._computes = False  # the others come from `_masks`
         self._bits: Sequence[np.ndarray] = ()  # these; tokens are checked by them
@@ -128,13 +128,15 @@ class Matcher:
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
-        """Begins to compute the masks of `fill`. Does nothing if no token was appended since."""
-        if self._started:
+        """Begins to compute the masks of `fill`. Does nothing if it was called for these draft tokens, and no
+        token was appended since.
+        """
+        drafts = list(draft_ids)
+        if self._drafts == drafts:
             return
-        self._started = True
+        self._drafts = list(drafts)
         self._free = []
         ahead = copy.copy(self)
-        drafts = list(draft_ids)
         while ahead._waits_for is not None:
             self._free.append((self._ends == ahead._waits_for.call_end) & ahead._in_call)
             if not drafts or not ahead._try_append(drafts.pop(0)):
@@ -148,10 +150,12 @@ class Matcher:
         return not self._computes or self._masks.wait(seconds)
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
-        """Writes the masks [Q, W] of the next token, and after each draft token. Those after one that the
-        grammar forbids are not read: it is rejected. Raises as `TokenMasks.after`.
+        """Writes the masks [Q, W] of the next token, and after each draft token. The masks after a token that
+        the grammar forbids are not read: it is rejected. If `start` was called, `draft_ids` is not read.
+        Raises as `TokenMasks.after`.
         """
-        self.start(draft_ids)
+        if self._drafts is None:
+            self.start(draft_ids)
         self._bits = self._masks.result() if self._computes else ()
         at, bit = divmod(self._size, 32)
         for mask, may_end in zip(masks, self._free, strict=False):
@@ -172,7 +176,7 @@ class Matcher:
         forbids one. Such a token is sampled if the settings forbid all tokens that the grammar allows.
         """
         for token in ids:
-            self._started = False
+            self._drafts = None
             check_allowed(self._try_append(token))
 
     def _try_append(self, token: int) -> bool:

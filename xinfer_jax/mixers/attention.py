@@ -91,7 +91,8 @@ def attention(
             raise InputError(
                 f"packed segments have no attention kernel, got impl={run_config.impl!r}: leave it out"
             )
-        return blocked_attention(q_BTNH, kv, visible, sink_N, scoring, static=True)
+        # Packed segments have gradients, and blocks of draft heads have not.
+        return blocked_attention(q_BTNH, kv, visible, sink_N, scoring, static=visible.further is None)
     fixed = partial(blocked_attention, scoring=scoring, static=True)
     plain = fixed if static else partial(blocked_attention, scoring=scoring, static=False)
     options = dict(scoring=scoring, few=few)
