@@ -58,7 +58,8 @@ def assert_close(prefix, fresh):
     for row, tokens in enumerate(prefix.tokens):
         for found, wanted in leaves:
             used = np.s_[row, : len(tokens)]
-            np.testing.assert_allclose(found[used], wanted[used], rtol=2e-5, atol=1e-4)
+            bound = 1e-5 * np.abs(wanted[used]).max()  # programs of different shapes agree to it
+            np.testing.assert_allclose(found[used], wanted[used], rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("name", full_except(("mtp",), HEADS, soak={*HEADS} - {*CI}))
