@@ -27,9 +27,9 @@ from xinfer_jax.families.draft_heads import mtp_spec
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
 from xinfer_jax.generation.drafting import with_draft_slots
 from xinfer_jax.generation.executor import RunnableModel
+from xinfer_jax.generation.head_prefill import bound_head
 from xinfer_jax.generation.loop import TracedExecutor
 from xinfer_jax.generation.options import GenerateOptions
-from xinfer_jax.generation.head_prefill import bound_head
 from xinfer_jax.generation.proposers import FunctionProposer, HeadProposer, prompt_lookup
 from xinfer_jax.generation.speculation import SpeculationState, Speculative
 from xinfer_jax.generation.state import DecodeState, UnreadFeatures
