@@ -4,6 +4,7 @@ move are next to them.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,28 +129,44 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     rows = 1 if program == "engine_prefill" else job.rows
     length = min(job.length, job.capacity)
     parts: dict[int, float] = {}  # fraction that is read of an operand with so many elements
-    for x in jax.tree.leaves(_caches(job, program)):
+    # A recurrent state is read and written whole.
+    stored = [layer for layer in _caches(job, program) if getattr(layer, "has_keys", True)]
+    for x in jax.tree.leaves(stored):
         if len(x.shape) == 4:
             slots = x.shape[0] * x.shape[2]  # rows or pages of so many tokens
             parts[x.size] = min(1.0, rows * length / slots)
-    for x in jax.tree.leaves([layer.get("experts", ()) for layer in job.params["layers"]]):
-        parts[x.size] = expert_fraction(job.config, rows * _tokens(job, program))
-    caches = {x.size for x in jax.tree.leaves(_caches(job, program)) if len(x.shape) == 4}
+    layers = [*job.params["layers"], *job.params.get("draft_head", {}).get("layers", ())]
+    experts = {x.size for x in jax.tree.leaves([layer.get("experts", ()) for layer in layers])}
+    caches = {x.size for x in jax.tree.leaves(stored) if len(x.shape) == 4}
 
     def moved(call: Instruction, operands: list[Array]) -> float:
         aliases = re.findall(r"\{(\d*)\}: \((\d+),", call.attributes)
         in_place = {int(operand) for _, operand in aliases}
         results = {int(result or 0) for result, _ in aliases}
         total = 0.0
+        chosen = expert_fraction(job.config, min(rows * _tokens(job, program), _expert_tokens(job, operands)))
         for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
                 if not array.is_in_hbm:
                     continue
                 is_append = at in aliased and array.size in caches
-                total += 0.0 if is_append else array.bytes * parts.get(array.size, 1.0)
+                part = chosen if array.size in experts else parts.get(array.size, 1.0)
+                total += 0.0 if is_append else array.bytes * part
         return total
 
     return moved
+
+
+def _expert_tokens(job: ProgramJob, operands: list[Array]) -> float:
+    """Returns the number of tokens in a call of a kernel of experts: a row of its first matrix is a token, or
+    a token for one of its experts. Infinite: it has no such matrix.
+    """
+    config = job.config
+    for array in operands:
+        if len(array.dims) == 2:
+            (rows, width) = array.dims
+            return rows if width == config.hidden_size else rows / max(config.num_experts_per_tok, 1)
+    return math.inf
 
 
 class _Compiled(NamedTuple):

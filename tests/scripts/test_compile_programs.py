@@ -203,3 +203,20 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["whole"]["temporaries"] <= TEMPORARIES + decode["least"]["logits"]
     # Of each of two layers the append, attention and four products; the greedy token.
     assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]
+
+
+@pytest.mark.full
+@pytest.mark.newest
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
+def test_a_draft_head_reads_its_cache_once():
+    flags = "--rows=8", "--capacity=2048", "--draft_tokens=1"
+    counted = compiled_programs.run("--target=h200", "--program=mtp", "--layers=1", *flags)
+    (step,) = counted["programs"]
+    assert step["whole"]["copies"] == 0, step["copied"]
+    assert step["ratio"] <= RATIO
+    attention = [
+        n
+        for path, n in step["kernels"].items()
+        if path.endswith("run_layer)/cond/branch_0_fun/kernel/mpmd_map")
+    ]
+    assert attention == [2], step["kernels"]  # of the model's layer and of the head
