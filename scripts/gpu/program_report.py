@@ -19,6 +19,7 @@ from gpu.programs import DRAFTING, LOOPS, ProgramJob, find_call, layer_period, t
 from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
+from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.draft_heads.mtp import Mtp
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.estimates.card_specs import Card, Tpu
@@ -144,7 +145,9 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
         in_place = {int(operand) for _, operand in aliases}
         results = {int(result or 0) for result, _ in aliases}
         total = 0.0
-        chosen = expert_fraction(job.config, min(rows * _tokens(job, program), _expert_tokens(job, operands)))
+        chosen = expert_fraction(
+            job.config, min(rows * _tokens(job, program), _expert_tokens(job.config, operands))
+        )
         for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
                 if not array.is_in_hbm:
@@ -157,16 +160,15 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     return moved
 
 
-def _expert_tokens(job: ProgramJob, operands: list[Array]) -> float:
-    """Returns the number of tokens in a call of a kernel of experts: a row of its first matrix is a token, or
-    a token for one of its experts. Infinite: it has no such matrix.
+def _expert_tokens(config: ModelConfig, operands: list[Array]) -> float:
+    """Returns the number of tokens in a call of a kernel of experts, which has a matrix of the tokens, or of
+    the inner numbers of each token for each of its experts. Infinite: it has no such matrix.
     """
-    config = job.config
-    for array in operands:
-        if len(array.dims) == 2:
-            (rows, width) = array.dims
-            return rows if width == config.hidden_size else rows / max(config.num_experts_per_tok, 1)
-    return math.inf
+    widths = {config.hidden_size: 1}
+    if config.experts:
+        widths[config.experts.intermediate_size] = config.num_experts_per_tok
+    tokens = [x.dims[0] / widths[x.dims[1]] for x in operands if len(x.dims) == 2 and x.dims[1] in widths]
+    return max(tokens, default=math.inf)
 
 
 class _Compiled(NamedTuple):
