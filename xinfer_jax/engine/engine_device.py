@@ -323,7 +323,7 @@ class Device:
             watched_B=call.running_B & until_one_ends,
         )
         if self._shape.head:
-            call = call._replace(proposed_BT=self._take_proposed(width))
+            call = call._replace(proposed_BT=self._take_proposed(width, masks_BQW is not None))
         model = self._model_of_slots(variants)
         arrays = self.rows, self._caches(self.states)
         args = model.params, model.extras, self._head_params, call
@@ -334,10 +334,12 @@ class Device:
             self._most_unread[slot] = min(unread, self._shape.num_unread)
         return _wanted(out, recorded)
 
-    def _take_proposed(self, width: int) -> Any:
-        """Returns the draft tokens of the last `draft_tokens`, for the next step, or -1 for each."""
+    def _take_proposed(self, width: int, is_needed: bool) -> Any:
+        """Returns the draft tokens of the last `draft_tokens`, to which the masks of this step belong, or -1
+        for each if there are no masks.
+        """
         proposed_BT, self._proposed_BT = self._proposed_BT, None
-        if proposed_BT is None or proposed_BT.shape[1] != width:
+        if proposed_BT is None or not is_needed:
             return np.full((self._shape.rows, width), -1, np.int32)
         return np.array(proposed_BT)
 
