@@ -78,11 +78,7 @@ def prefill_attention(  # noqa: PLR0913
                 if masked:
                     key = parts.column_index(s.shape) + i * block
                     query = parts.row_index(s.shape) + tile_position
-                    visible = key <= jnp.minimum(query, length - 1)
-                    if window is not None:
-                        visible &= key > query - window
-                    if first_key:
-                        visible &= key >= jnp.minimum(query, first_key)
+                    visible = _is_visible(key, query, length, window, first_key)
                     s = jnp.where(visible, s, -jnp.inf)
                 p, acc, largest, total = parts.softmax_step(s, acc, largest, total)
                 # Keeps all of the softmax within the turn.
@@ -149,6 +145,14 @@ def prefill_attention(  # noqa: PLR0913
         interpret=interpret,
     )(start_B, length_B, table_BP, sink_N, q_BTNH, k_PKSH, v_PKSH)
     return out_BTNH[:, :T, :, :width]
+
+
+def _is_visible(key: Any, query: Any, length: Any, window: int | None, first_key: int) -> jax.Array:
+    """Returns True for the keys that a query sees."""
+    visible = key <= jnp.minimum(query, length - 1)
+    if window is not None:
+        visible &= key > query - window
+    return visible & (key >= jnp.minimum(query, first_key)) if first_key else visible
 
 
 def _block_ranges(blocks, position, length, seen, block, width) -> list[tuple[Any, Any, bool]]:
