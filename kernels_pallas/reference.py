@@ -19,7 +19,7 @@ LOGITS_GROUP = 64  # tokens of a group of `summarize_logits`
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, key_bias=None,
+    ring=False, sink_N=None, key_bias=None, first_key=0,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention, float32 [B, T, N, H]. Query t of row b, at position start_B[b] + t, sees the
     keys at positions up to its own (the last `window` of them) below length_B[b]. Heads share keys in groups
@@ -32,12 +32,14 @@ def prefill_attention(  # noqa: PLR0913
     - k may be `Latents` and v None. The result is then [B, T, N, C].
     - Scores are multiplied by `scale`, and with a soft_cap c they are c · tanh(score / c). A sink is one more
       score of a head, whose weight counts in the softmax but has no value.
+    - No query sees a key before `first_key`, a number, except its own.
     - A query that sees no key gives zeros.
     """
     B, T, N, H = q_BTNH.shape
     if isinstance(k_PKSH, Latents):
         k = k_PKSH.values[..., :H]
         options = dict(scale=scale, window=window, soft_cap=soft_cap, table_BP=table_BP, ring=ring)
+        options["first_key"] = first_key
         out = prefill_attention(q_BTNH, k, k, start_B, length_B, **options, sink_N=sink_N)
         return out[..., : k_PKSH.rank]
     pair = separate(k_PKSH) if isinstance(k_PKSH, SideBySide) else (k_PKSH, v_PKSH)
@@ -61,6 +63,7 @@ def prefill_attention(  # noqa: PLR0913
     visible_BTS = (key_BS[:, None] <= query_BT1) & valid_BS[:, None]
     if window is not None:
         visible_BTS &= key_BS[:, None] > query_BT1 - window
+    visible_BTS &= key_BS[:, None] >= jnp.minimum(query_BT1, first_key)
     visible = visible_BTS[:, None, None]
     scores = jnp.where(visible, scores, -1e30)
     if sink_N is None:

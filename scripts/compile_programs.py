@@ -53,6 +53,7 @@ LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after th
 LAYERS = flags.DEFINE_list(
     "layers", None, "Depths, two or one. Default: 2 and 4 periods of the layers' kinds; for a TPU all layers."
 )
+DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 7, "Draft tokens of a step of verify and mtp.")
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
 
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
     check_target()
     results = [figures(program) for program in PROGRAM.value]
-    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
+    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, DRAFT_TOKENS)
     settings = {flag.name: flag.value for flag in given}
     print(json.dumps({"jax": jax.__version__, **settings, "programs": results}))
 
@@ -140,8 +141,9 @@ def full_job() -> ProgramJob:
     length = check_integer("length", LENGTH.value, 2, capacity - 1)
     kv = resolve_cache_dtype(CACHE.value)
     weights = estimates.device_weights(config, WEIGHTS.value, 1)
+    drafts = check_integer("draft_tokens", DRAFT_TOKENS.value, 1, 16)
     sizes = rows, capacity, length
-    return ProgramJob(config, weights, kv, *sizes)
+    return ProgramJob(config, weights, kv, *sizes, draft_tokens=drafts)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ DATACLASSES = {
     "cache.quantized_kv": ("QuantizedKV",),
     "cache.ring": ("Ring",),
     "cache.side_by_side": ("SideBySideKV",),
+    "draft_heads.draft": ("Draft",),
     "generation.beam_steps": ("BeamState",),
     "generation.draft_state": ("DraftState",),
     "generation.functional": ("Decoded",),

@@ -16,7 +16,7 @@ from . import parts
 
 def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, splits=None, block=64, stages=None, interpret=None,
+    ring=False, sink_N=None, first_key=0, splits=None, block=64, stages=None, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """Computes attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023), in the dtype of q.
 
@@ -97,6 +97,8 @@ def decode_attention(  # noqa: PLR0913
                 visible &= key <= query
             if window is not None:
                 visible &= key > query - window
+            if first_key:
+                visible &= key >= jnp.minimum(query, first_key)
             p, acc, largest, total = parts.softmax_step(jnp.where(visible, s, -jnp.inf), acc, largest, total)
             acc = parts.add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
             pl.when(i + stages < count)(lambda: fetch(ahead, slot))

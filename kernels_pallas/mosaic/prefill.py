@@ -17,7 +17,7 @@ _QUERIES = _COMPUTE * parts.ROWS  # per program
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, block=None, stages=None, interpret=None,
+    ring=False, sink_N=None, first_key=0, block=None, stages=None, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention with the schedule of FlashAttention-3 (Shah et al. 2024), in the dtype of q.
     While one warpgroup computes the softmax of its block, the other uses the tensor cores.
@@ -78,9 +78,7 @@ def prefill_attention(  # noqa: PLR0913
                 if masked:
                     key = parts.column_index(s.shape) + i * block
                     query = parts.row_index(s.shape) + tile_position
-                    visible = key <= jnp.minimum(query, length - 1)
-                    if window is not None:
-                        visible &= key > query - window
+                    visible = _is_visible(key, query, length, window, first_key)
                     s = jnp.where(visible, s, -jnp.inf)
                 p, acc, largest, total = parts.softmax_step(s, acc, largest, total)
                 # Keeps all of the softmax within the turn.
@@ -96,7 +94,8 @@ def prefill_attention(  # noqa: PLR0913
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            ranges = _block_ranges((begin, end), tile_position, length, window, block, H)
+            seen = window, first_key
+            ranges = _block_ranges((begin, end), tile_position, length, seen, block, H)
             pl.when(warpgroup == 1)(take_turn)  # starts half a step later
             carry = parts.init_softmax(H)
             for first, last, masked in ranges:
@@ -148,19 +147,29 @@ def prefill_attention(  # noqa: PLR0913
     return out_BTNH[:, :T, :, :width]
 
 
-def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:
+def _is_visible(key: Any, query: Any, length: Any, window: int | None, first_key: int) -> jax.Array:
+    """Returns True for the keys that a query sees."""
+    visible = key <= jnp.minimum(query, length - 1)
+    if window is not None:
+        visible &= key > query - window
+    return visible & (key >= jnp.minimum(query, first_key)) if first_key else visible
+
+
+def _block_ranges(blocks, position, length, seen, block, width) -> list[tuple[Any, Any, bool]]:
     """Returns ranges of blocks. For each range it says whether the blocks need a mask. Blocks of which every
     query of the tile sees all keys, between the start of the window and the diagonal, need none. position:
-    the position of the tile's first query.
+    the position of the tile's first query. seen: the window, and the first key that queries see.
     """
     (begin, end) = blocks
+    (window, first_key) = seen
     diagonal = lax.div(jnp.minimum(length, position + 1), jnp.int32(block))
-    if window is None:
+    if window is None and not first_key:
         outer = jnp.clip(diagonal, begin, end)
         return [(begin, outer, False), (outer, end, True)]
     if width > 128:  # three loops would spill registers
         return [(begin, end, True)]
-    inner = lax.div(jnp.maximum(position + (parts.ROWS - window), 0) + (block - 1), jnp.int32(block))
+    first = jnp.int32(first_key) if window is None else position + (parts.ROWS - window)
+    inner = lax.div(jnp.maximum(first, first_key) + (block - 1), jnp.int32(block))
     inner = jnp.clip(inner, begin, end)
     outer = jnp.clip(diagonal, inner, end)
     return [(begin, inner, True), (inner, outer, False), (outer, end, True)]

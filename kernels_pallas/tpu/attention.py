@@ -35,7 +35,7 @@ _NO_LIMIT = 2**30
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH, kv_PKSX, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, key_bias=None, interpret=False,
+    ring=False, sink_N=None, key_bias=None, first_key=0, interpret=False,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
@@ -52,6 +52,7 @@ def prefill_attention(  # noqa: PLR0913
     B, T, N, H = q_BTNH.shape
     K = kv_PKSX.values.shape[1]
     settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring, key_bias)
+    settings = settings._replace(first_key=first_key)
     rows = settings.rows * pl.cdiv(settings.tokens * N // K, settings.rows)
     inputs = {"start": start_B, "length": length_B}
     if table_BP is not None:

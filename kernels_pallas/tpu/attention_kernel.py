@@ -224,7 +224,7 @@ def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -
         add(True)
         return
     # All queries of a tile see most keys of a prompt.
-    low = item.low
+    low = jnp.maximum(item.low, settings.first_key)
     if settings.window is not None:
         low = jnp.maximum(low, first_query + settings.tokens - settings.window)
     is_masked = (position < low) | (position + size > jnp.minimum(item.high, first_query + 1))
@@ -251,6 +251,8 @@ def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> 
         if settings.window is not None or settings.ring:
             window = _NO_WINDOW if settings.window is None else settings.window
             visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
+        if settings.first_key:
+            visible_RS &= key_1S >= jnp.minimum(query_R1, settings.first_key)
     kv_SX = ref["kv_buffer"][step.buffer, tile.head, step.slots(size)]
     return Keys(step.position, kv_SX, scale_4S, visible_RS)
 

@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     step: int  # keys that the softmax takes at a time: a multiple of the chunk
     block: int  # keys in one of the two buffers: a multiple of the step
     pairs: int  # of a head that a bias of keys rotates; 0: there is none
+    first_key: int = 0  # no query sees a key before it, except its own
 
 
 class Tile(NamedTuple):

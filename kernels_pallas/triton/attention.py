@@ -32,7 +32,7 @@ _IN_FLIGHT = 32 * 1024
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, key_bias=None, interpret=False,
+    ring=False, sink_N=None, key_bias=None, first_key=0, interpret=False,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the
     dtype of q.
@@ -43,12 +43,13 @@ def prefill_attention(  # noqa: PLR0913
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
+    settings = settings._replace(first_key=first_key)
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
 
 
 def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
-    ring=False, sink_N=None, key_bias=None, splits=None, interpret=False,
+    ring=False, sink_N=None, key_bias=None, first_key=0, splits=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
     """Computes attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao et al.
     2023).
@@ -78,7 +79,7 @@ def decode_attention(  # noqa: PLR0913
         splits = max(1, min(wanted, pl.cdiv(most, least)))
     ahead = pl.cdiv(_IN_FLIGHT, _block_bytes(k_PKSH, settings.keys))
     stages = min(max(settings.stages, 1 + ahead), _MOST_STAGES)
-    settings = settings._replace(splits=splits, stages=stages)
+    settings = settings._replace(splits=splits, stages=stages, first_key=first_key)
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
 
 

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     stages: int  # of the loop over blocks
     splits: int  # programs that share the blocks of a row
     interpret: bool
+    first_key: int = 0  # no query sees a key before it, except its own
 
     @property
     def width(self) -> int:
@@ -99,7 +100,7 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
         parts,
         [_across(load_q, *of_part, ref["cos"].shape[1]) for of_part in columns if "near" in ref],
         sum((part.astype(jnp.float32).sum(1) for part in parts), jnp.zeros(rows, jnp.float32)),
-        None if settings.window is None else position_R - settings.window + 1,
+        _first_key(position_R, settings),
         jnp.minimum(position_R + 1, _length(ref, settings)),
     )
     begin, stop = _share(ref, first_row, G, settings)
@@ -123,6 +124,16 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
     if settings.splits > 1:
         lse_R = jnp.where(sum_R == 0, LOWEST / 2, max_R + jnp.log2(divisor_R))
         pltriton.store(out_refs[1], jnp.where(stop > begin, lse_R, LOWEST), mask=real_R)
+
+
+def _first_key(position_R: jax.Array, settings: Settings) -> jax.Array | None:
+    """Returns the first key that the queries at these positions see. None: all see the first key."""
+    window = settings.window
+    first_R = None if window is None else position_R - window + 1
+    if not settings.first_key:
+        return first_R
+    least_R = jnp.minimum(position_R, settings.first_key)
+    return least_R if first_R is None else jnp.maximum(first_R, least_R)
 
 
 def _across(load_q, column_W: jax.Array, real_W: jax.Array, pairs: int) -> jax.Array:

@@ -4,6 +4,7 @@ move are next to them.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ import jax
 from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
 from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter
-from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
+from gpu.programs import DRAFTING, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
 from xinfer_jax import kernels_pallas
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.draft_heads.mtp import Mtp
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.estimates.card_specs import Card, Tpu
 from xinfer_jax.estimates.model_work import bytes_per_pass, expert_fraction
@@ -61,17 +64,50 @@ def _leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
 
 def _tokens(job: ProgramJob, program: str) -> int:
     """Returns the tokens of each row in a step or call."""
-    return {
-        "prefill": job.length,
-        "engine_prefill": job.chunk,
-        "verify": 1 + DRAFT_TOKENS,
-    }.get(program, 1)
+    if program in DRAFTING:
+        return 1 + job.draft_tokens
+    return {"prefill": job.length, "engine_prefill": job.chunk}.get(program, 1)
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     """Returns the bytes that a step or call has to move: weights (only of chosen experts), valid keys and
-    values, recurrent states read and written, and the logits written once and read once.
+    values, recurrent states read and written, and the logits written once and read once. A draft head adds
+    the bytes of all draft tokens.
     """
+    if job.config.draft_head is not None:
+        return _least_of_model(_without_head(job), program) | _least_of_head(job)
+    return _least_of_model(job, program)
+
+
+def _without_head(job: ProgramJob) -> ProgramJob:
+    """Returns the job of a model without its draft head."""
+    params = {name: leaf for name, leaf in job.params.items() if name != "draft_head"}
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, draft_head=None), params=params)
+
+
+def _least_of_head(job: ProgramJob) -> dict[str, float]:
+    """Returns the bytes that a draft head has to move in a step. It runs once for each draft token: first on
+    all tokens that a step may append, and then on one token of each row. Each time it reads its weights, its
+    keys and values, and the output matrix of the model.
+    """
+    head = Mtp.of_model(job.config)
+    own = job.params["draft_head"]
+    experts = tree_bytes([layer.get("experts", ()) for layer in own["layers"]])
+    weights = keys = 0.0
+    for draft in range(job.draft_tokens):
+        tokens = job.rows * (1 if draft else 1 + job.draft_tokens)
+        weights += tree_bytes(own) - (1 - expert_fraction(head.config, tokens)) * experts
+        keys += job.rows * visible_kv_bytes(head.config, job.kv, job.length + draft)
+    matrix = job.params["lm_head" if "lm_head" in job.params else "embed"]
+    return {
+        "head's weights": weights,
+        "head's keys and values": keys,
+        "head's output matrix": job.draft_tokens * tree_bytes(matrix),
+        "head's logits": 2 * 4 * job.rows * job.draft_tokens * head.config.vocab_size,
+    }
+
+
+def _least_of_model(job: ProgramJob, program: str) -> dict[str, float]:
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
     tokens = _tokens(job, program)
@@ -94,28 +130,45 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     rows = 1 if program == "engine_prefill" else job.rows
     length = min(job.length, job.capacity)
     parts: dict[int, float] = {}  # fraction that is read of an operand with so many elements
-    for x in jax.tree.leaves(_caches(job, program)):
+    # A recurrent state is read and written whole.
+    stored = [layer for layer in _caches(job, program) if getattr(layer, "has_keys", True)]
+    for x in jax.tree.leaves(stored):
         if len(x.shape) == 4:
             slots = x.shape[0] * x.shape[2]  # rows or pages of so many tokens
             parts[x.size] = min(1.0, rows * length / slots)
-    for x in jax.tree.leaves([layer.get("experts", ()) for layer in job.params["layers"]]):
-        parts[x.size] = expert_fraction(job.config, rows * _tokens(job, program))
-    caches = {x.size for x in jax.tree.leaves(_caches(job, program)) if len(x.shape) == 4}
+    layers = [*job.params["layers"], *job.params.get("draft_head", {}).get("layers", ())]
+    experts = {x.size for x in jax.tree.leaves([layer.get("experts", ()) for layer in layers])}
+    caches = {x.size for x in jax.tree.leaves(stored) if len(x.shape) == 4}
 
     def moved(call: Instruction, operands: list[Array]) -> float:
         aliases = re.findall(r"\{(\d*)\}: \((\d+),", call.attributes)
         in_place = {int(operand) for _, operand in aliases}
         results = {int(result or 0) for result, _ in aliases}
         total = 0.0
+        chosen = expert_fraction(
+            job.config, min(rows * _tokens(job, program), _expert_tokens(job.config, operands))
+        )
         for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
                 if not array.is_in_hbm:
                     continue
                 is_append = at in aliased and array.size in caches
-                total += 0.0 if is_append else array.bytes * parts.get(array.size, 1.0)
+                part = chosen if array.size in experts else parts.get(array.size, 1.0)
+                total += 0.0 if is_append else array.bytes * part
         return total
 
     return moved
+
+
+def _expert_tokens(config: ModelConfig, operands: list[Array]) -> float:
+    """Returns the number of tokens in a call of a kernel of experts, which has a matrix of the tokens, or of
+    the inner numbers of each token for each of its experts. Infinite: it has no such matrix.
+    """
+    widths = {config.hidden_size: 1}
+    if config.experts:
+        widths[config.experts.intermediate_size] = config.num_experts_per_tok
+    tokens = [x.dims[0] / widths[x.dims[1]] for x in operands if len(x.dims) == 2 and x.dims[1] in widths]
+    return max(tokens, default=math.inf)
 
 
 class _Compiled(NamedTuple):
@@ -178,6 +231,7 @@ def report(
             model's own depth.
     """
     layers = full.config.num_hidden_layers
+    full = full.with_head() if "mtp" in program else full
     if depths is None:
         period = layer_period(full.config)
         depths = (layers,) if isinstance(card, Tpu) else (2 * period, 4 * period)

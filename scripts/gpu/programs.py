@@ -4,6 +4,7 @@ machine need not have.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,23 +23,27 @@ from xinfer_jax.engine.engine_device import Device, NewRow
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
 from xinfer_jax.estimates.card_specs import Card, Tpu
+from xinfer_jax.families.draft_heads import mtp_spec
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
+from xinfer_jax.generation.drafting import with_draft_slots
 from xinfer_jax.generation.executor import RunnableModel
+from xinfer_jax.generation.head_prefill import bound_head
 from xinfer_jax.generation.loop import TracedExecutor
 from xinfer_jax.generation.options import GenerateOptions
-from xinfer_jax.generation.proposers import FunctionProposer, prompt_lookup
+from xinfer_jax.generation.proposers import FunctionProposer, HeadProposer, prompt_lookup
 from xinfer_jax.generation.speculation import SpeculationState, Speculative
-from xinfer_jax.generation.state import DecodeState
+from xinfer_jax.generation.state import DecodeState, UnreadFeatures
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.sampling_config import SamplingConfig
 from xinfer_jax.sharding import REPLICATED
+from xinfer_jax.weights.params import activation_dtype
 
-PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
-LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
+PROGRAMS = ("prefill", "decode", "sampled", "verify", "mtp", "engine_prefill", "engine_decode")
+LOOPS = ("decode", "sampled", "verify", "mtp", "engine_decode")  # one iteration of which is a step
+DRAFTING = ("verify", "mtp")
 SAMPLED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
-DRAFT_TOKENS = 7
 CHUNK = 256  # tokens of an engine's prefill
 
 
@@ -53,6 +58,13 @@ class ProgramJob:
     capacity: int  # tokens that a row can hold
     length: int  # valid tokens of each row after the step, or tokens of the prompt
     chunk: int = CHUNK
+    draft_tokens: int = 7  # of each row in a step of `DRAFTING`
+
+    def with_head(self) -> "ProgramJob":
+        """Returns the job of the model with a head for multi-token prediction, of shapes without weights."""
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, draft_head=mtp_spec(self.config))
+        )
 
     @property
     def cache_dtype(self) -> str:
@@ -103,11 +115,28 @@ def _run(job: ProgramJob, program: str) -> None:
         executor.prefill(RunnableModel(job.params, call.config), tokens, _cache(job, 0))
     state = _after_first_token(initial_state(call, prompt_of_row(call)))
     cache = _cache(job, job.length - 1)
-    if program != "verify":
+    if program not in DRAFTING:
         executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), np.int32(1))
-    strategy = Speculative(call.config, FunctionProposer(prompt_lookup), call.num_draft_tokens)
-    counts = SpeculationState.of_rows(call.rows, call.num_draft_tokens)
-    executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), np.int32(1))
+    count = call.num_draft_tokens
+    proposer: Any = FunctionProposer(prompt_lookup)
+    own = None
+    head_cache = None
+    if program == "mtp":
+        head, own = bound_head("mtp", job.params, call.config, count)
+        proposer = HeadProposer(head)
+        head_cache = _cache(dataclasses.replace(job, config=head.config), job.length - 1)
+        state = dataclasses.replace(state, unread=_unread(job))
+    cache = jax.eval_shape(functools.partial(with_draft_slots, tokens=1 + count), cache)
+    drafts = SpeculationState.of_rows(call.rows, count, head_cache)
+    strategy = Speculative(call.config, proposer, count)
+    executor.decode(strategy, (job.params, NO_EXTRAS, own), (state, cache, drafts), np.int32(1))
+
+
+def _unread(job: ProgramJob) -> UnreadFeatures:
+    """Returns the features of a head that has read all tokens but the last one."""
+    shape = job.rows, 1 + job.draft_tokens, job.config.hidden_size
+    features_BTX: Any = jax.ShapeDtypeStruct(shape, activation_dtype(job.params))
+    return UnreadFeatures(features_BTX, np.ones(job.rows, np.int32))
 
 
 def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
@@ -118,8 +147,8 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
         eos_token_ids=(),
         capacity=job.capacity,
         cache_dtype=job.cache_dtype,
-        draft="lookup" if program == "verify" else None,
-        draft_tokens=DRAFT_TOKENS,
+        draft=dict(verify="lookup", mtp="mtp").get(program),
+        draft_tokens=job.draft_tokens,
     )
     keys = jax.random.wrap_key_data(np.zeros((job.rows, 2), np.uint32), impl="threefry2x32")
     return validate_call(job.params, job.config, [prompt] * job.rows, options, keys)

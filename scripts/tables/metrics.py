@@ -32,8 +32,9 @@ MEANINGS = {
     "vllm:spec_decode_num_drafts": "Forward passes of rows that verified draft tokens. A pass of four rows"
     " counts four times.",
     "vllm:spec_decode_num_draft_tokens": "Draft tokens in these passes.",
+    "vllm:spec_decode_num_draft_tokens_per_pos": "Draft tokens at each place of a pass. `position` 0 is the"
+    " first draft token.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that the model accepted.",
-    "vllm:spec_decode_num_draft_tokens_per_pos": "Draft tokens at each place of a pass.",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "Accepted draft tokens at each place of a pass."
     " `position` 0 is the first draft token.",
 }

@@ -36,6 +36,7 @@ PREFILL = {
     "pages-int8-bias": (F32, 40, 4, 2, 0, 32, (64, 30), (104, 33), dict(pages=2, bits=8, pairs=12)),
     "ring": (F32, 70, 4, 2, 128, 16, (250, 0, 126), (320, 70, 196), dict(ring=True, window=50)),
     "latents": (F32, 40, 5, 1, 128, 48, (60, 0, 3), (97, 37, 4), dict(rank=40)),
+    "first-key-pages": (F32, 40, 4, 2, 0, 16, (64, 0), (104, 33), dict(pages=2, first_key=1)),
 }
 
 
@@ -73,6 +74,8 @@ DECODE = {
     "latents-20-heads-bf16": (BF16, 1, 20, 1, 300, 576, (299, 0, -1), (300, 1, 0), dict(rank=512)),
     "latents-odd-widths-one-split": (F32, 1, 3, 1, 64, 36, (60, 0), (61, 1), dict(rank=28, splits=1)),
     "latents-drafts-pages": (F32, 3, 8, 2, 0, 96, (150, 0), (153, 2), dict(rank=64, pages=3)),
+    "first-key": (F32, 3, 4, 2, 100, 32, (90, 0), (93, 3), dict(first_key=1)),
+    "first-key-latents-window": (F32, 3, 8, 2, 64, 96, (6, 0), (9, 2), dict(rank=64, window=8, first_key=2)),
 }
 
 

@@ -64,6 +64,9 @@ ATTENTION = {
     "latents-drafts-pages": (F32, 3, 8, 2, 0, 160, (150, 0), (153, 2), dict(rank=128, pages=3)),
     "latents-17-queries-in-tiles": (BF16, 17, 64, 1, 128, 192, (60, 0), (77, 10), dict(rank=128)),
     "latents-prompt": (F32, 40, 5, 1, 128, 192, (60, 0, 3), (97, 37, 4), dict(rank=128)),
+    "first-key": (F32, 3, 4, 2, 128, 64, (90, 0), (93, 3), dict(first_key=1)),
+    "first-key-prompt-pages": (F32, 40, 4, 2, 0, 64, (64, 0), (104, 33), dict(pages=2, first_key=1)),
+    "first-key-latents": (F32, 3, 8, 2, 0, 160, (150, 0), (153, 2), dict(rank=128, pages=3, first_key=1)),
 }
 
 

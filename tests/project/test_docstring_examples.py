@@ -13,7 +13,15 @@ EXAMPLES = {name: text for name, x in PUBLIC.items() if ">>> " in (text := inspe
 # They compile nothing.
 QUICK = {"load_model", "save_model", "encode_prompt", "params.param_names", "tools.parse_tool_calls"}
 # Other tests take the same paths.
-SOAK = {"beam_search", "embed_texts", "score_completions", "Engine", "lora.with_adapter", "stream_text"}
+SOAK = {
+    "beam_search",
+    "prefill_with_draft",
+    "embed_texts",
+    "score_completions",
+    "Engine",
+    "lora.with_adapter",
+    "stream_text",
+}
 NEED_LLGUIDANCE = {"grammar.json_schema"}
 
 
@@ -21,7 +29,7 @@ def test_the_most_used_names_have_examples():
     assert {*EXAMPLES} == QUICK | {
         "generate", "GenerateOptions", "stream", "generate_text", "init_cache", "stream_text",
         "grammar.compile_dfa", "Engine", "SamplingConfig", "beam_search", "decode_loop",
-        "embed_texts", "forward", "prefill",
+        "embed_texts", "forward", "prefill", "prefill_with_draft",
         "score", "score_completions", "grammar.json_schema", "lora.with_adapter",
     }  # fmt: skip
 

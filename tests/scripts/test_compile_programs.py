@@ -2,6 +2,7 @@
 small configuration stay.
 """
 
+import dataclasses
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
@@ -12,9 +13,14 @@ import jax.numpy as jnp
 import pytest
 from gpu.hlo_text import parse_module
 from gpu.program_counts import ProgramCounter
+from gpu.program_report import least_bytes
+from gpu.programs import ProgramJob
 from jax import lax
 
 import xinfer_jax as xj
+from xinfer_jax.estimates.model_shapes import hf_config
+from xinfer_jax.estimates.plan_estimates import device_weights
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
 # Upper bounds for one row of the 0.5B shape, H200, bfloat16. Lower them when the programs launch less.
@@ -190,6 +196,20 @@ def test_a_kernel_moves_what_its_caller_says():
         assert (kernel.kind, kernel.bytes) == ("mosaic", wanted)
 
 
+def test_a_head_reads_its_weights_and_the_output_matrix_for_each_draft_token():
+    config = from_hf(hf_config("qwen2.5-0.5b"))
+    params = device_weights(config, "bfloat16", 1)
+    job = ProgramJob(config, params, jnp.bfloat16, 8, 2048, 1024, draft_tokens=3)
+    with_head = job.with_head()
+    params = device_weights(with_head.config, "bfloat16", 1)
+    least = least_bytes(dataclasses.replace(with_head, params=params), "mtp")
+    assert least["head's weights"] == 3 * tree_bytes(params["draft_head"])
+    assert least["head's output matrix"] == 3 * tree_bytes(params["embed"])  # the model is tied
+    assert least["head's keys and values"] == 8 * (1024 + 1025 + 1026) * 2 * 2 * 64 * 2
+    of_model = least_bytes(job, "verify")
+    assert {name: least[name] for name in of_model} == of_model
+
+
 @pytest.mark.full
 @pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
@@ -203,3 +223,20 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["whole"]["temporaries"] <= TEMPORARIES + decode["least"]["logits"]
     # Of each of two layers the append, attention and four products; the greedy token.
     assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]
+
+
+@pytest.mark.full
+@pytest.mark.newest
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
+def test_a_draft_head_reads_its_cache_once():
+    flags = "--rows=8", "--capacity=2048", "--draft_tokens=1"
+    counted = compiled_programs.run("--target=h200", "--program=mtp", "--layers=1", *flags)
+    (step,) = counted["programs"]
+    assert step["whole"]["copies"] == 0, step["copied"]
+    assert step["ratio"] <= RATIO
+    attention = [
+        n
+        for path, n in step["kernels"].items()
+        if path.endswith("run_layer)/cond/branch_0_fun/kernel/mpmd_map")
+    ]
+    assert attention == [2], step["kernels"]  # of the model's layer and of the head

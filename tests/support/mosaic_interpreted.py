@@ -52,7 +52,7 @@ def arrays(seed, dtype, *shapes):
 
 
 def attended(  # noqa: PLR0913
-    q, k, v, start, length, *, scale, window=None, soft_cap=None, sink_N=None
+    q, k, v, start, length, *, scale, window=None, soft_cap=None, sink_N=None, first_key=0
 ):
     """Returns the attention of every query over contiguous keys, in float64: a plain oracle."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -61,7 +61,8 @@ def attended(  # noqa: PLR0913
     out = np.zeros(q.shape)
     for b, t in np.ndindex(B, T):
         position = start[b] + t
-        seen = slice(max(0, position - window + 1) if window else 0, max(0, min(position + 1, length[b])))
+        first = max(0, min(position, first_key), position - window + 1 if window else 0)
+        seen = slice(first, max(0, min(position + 1, length[b])))
         scores = np.einsum("nh,nsh->ns", q[b, t], k[b, :, seen]) * scale
         scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
         sink = np.full((N, 1), -np.inf) if sink_N is None else np.asarray(sink_N)[:, None]
@@ -82,7 +83,8 @@ def attention(
     B, T, N, K, S, H = shape
     start = np.array(starts, np.int32)
     length = start + np.array(counts, np.int32)
-    options = {name: kwargs.get(name) for name in ("window", "soft_cap")}
+    options = {name: kwargs.get(name) for name in ("window", "soft_cap", "first_key")}
+    options["first_key"] = options["first_key"] or 0
     options |= {"sink_N": arrays(seed, "float32", (N,))[0] + 1 if sinks else None, "scale": H**-0.5}
     end = np.minimum(length, S) if keys == "contiguous" else length
     q, *kv = arrays(T + seed, dtype, (B, T, N, H), *[(B, K, max(64, *end), H)] * 2)
@@ -162,6 +164,12 @@ def main():
         "prefill ring": lambda: prefill(
             (2, 65, 2, 1, 192, 64), (250, 0), (65, 33), keys="ring", window=80, block=128, sinks=True
         ),
+        "prefill pages, first key": lambda: prefill(
+            (2, 130, 2, 1, 9, 64), (100, 0), (130, 70), keys="pages", block=64, first_key=1
+        ),
+        "prefill window, first key": lambda: prefill(
+            (1, 70, 1, 1, 100, 64), (10,), (70,), block=64, window=60, first_key=3
+        ),
         "decode split": lambda: decode((3, 1, 4, 2, 200, 64), (199, 0, 76), (1, 0, 1), splits=3),
         "decode window, soft cap": lambda: decode(
             (2, 1, 7, 1, 150, 64), (149, 63), (1, 1), splits=2, stages=2, window=70, soft_cap=2.0
@@ -178,6 +186,12 @@ def main():
         ),
         "decode 17 queries, ring": lambda: decode(
             (1, 17, 4, 1, 128, 64), (250,), (17,), keys="ring", window=112, block=128, splits=1, stages=2
+        ),
+        "decode 2 queries, first key": lambda: decode(
+            (2, 2, 6, 2, 200, 64), (140, 0), (2, 2), splits=2, first_key=1
+        ),
+        "decode pages, first key": lambda: decode(
+            (2, 1, 8, 2, 7, 64), (140, 1), (1, 1), keys="pages", splits=2, first_key=1
         ),
         "argmax float32": lambda: argmax(5000, "float32"),
         "argmax bfloat16, narrow": lambda: argmax(77, "bfloat16"),

@@ -20,6 +20,7 @@ from ..cache.truncation import truncate
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError
+from ..mixers.attention import FirstKey
 from ..mixers.mixer import Positions
 from ..model.decoder_layer import LayerInputs, all_layers, run_layers
 from ..model.extras import NO_EXTRAS
@@ -175,8 +176,8 @@ class ChainHead(DraftHead):
 
 
 def head_run_config(run_config: RunConfig) -> RunConfig:
-    """Returns the settings of a program for a head. No kernel has the attention of a head, in which no token
-    sees slot 0, so a named kernel is left to the target.
+    """Returns the settings of a program for a head. A kernel that the caller names is for the target. The
+    head, which may have other widths, gets the kernels that support it.
     """
     return run_config if run_config.impl == "xla" else dataclasses.replace(run_config, impl=None)
 
@@ -224,4 +225,4 @@ def head_positions(
         length_B = jnp.zeros_like(cache.length_B) if cache.longest_B is None else cache.longest_B
     angles = rotary_angles(config, position_BT, length_B)
     first_BT = jnp.minimum(position_BT, 1)  # slot 0 sees itself
-    return Positions(angles, start_B, num_tokens_B, position_BT, first_BT)
+    return Positions(angles, start_B, num_tokens_B, position_BT, first_BT if cache is None else FirstKey(1))

@@ -333,12 +333,12 @@ class Device:
             self._most_unread[slot] = min(unread, self._shape.num_unread)
         return _wanted(out, recorded)
 
-    def _take_proposed(self, width: int, has_masks: bool) -> Any:
-        """Returns the draft tokens of the last `draft_tokens`, for which the masks of the next step are, or
-        -1 for each. Without masks they may belong to rows that have ended.
+    def _take_proposed(self, width: int, is_needed: bool) -> Any:
+        """Returns the draft tokens of the last `draft_tokens`, to which the masks of this step belong, or -1
+        for each if there are no masks.
         """
         proposed_BT, self._proposed_BT = self._proposed_BT, None
-        if proposed_BT is None or not has_masks or proposed_BT.shape[1] != width:
+        if proposed_BT is None or not is_needed or proposed_BT.shape[1] != width:
             return np.full((self._shape.rows, width), -1, np.int32)
         return np.array(proposed_BT)
 

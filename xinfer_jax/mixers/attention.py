@@ -1,5 +1,6 @@
 """Causal attention at any offset, by blocks of queries and keys: 8k tokens need no 8k × 8k matrix."""
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,17 @@ class Scoring(NamedTuple):
 
     scale: float  # a factor on them
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
+    first_key: int = 0  # no query sees a key before this position, except its own
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class FirstKey:
+    """The first position that the queries of all rows see, in place of `first_BT`. It is static. A query
+    before it sees its own key alone.
+    """
+
+    position: int
 
 
 class VisibleKeys(NamedTuple):
@@ -36,7 +48,8 @@ class VisibleKeys(NamedTuple):
 
     start_B: Any  # position of each row's first query; None: 0 for every row
     length_B: Any  # number of valid keys per row
-    first_BT: Any = None  # position of the first key that each query sees: packed segments
+    # Position of the first key that each query sees: packed segments. Or a `FirstKey`.
+    first_BT: Any = None
     further: Block | None = None  # keys that are not in the cache, with `first_BT` only
 
 
@@ -66,7 +79,7 @@ def attention(
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
         kv: a layer cache with keys, values and their window. `uncached_kv` makes one of arrays.
-        visible: the keys that the queries see. `first_BT` is in plain jnp only.
+        visible: the keys that the queries see. An array `first_BT` is in plain jnp only.
         scoring: static.
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
         ahead: without `start_B`: the number of keys after its own position that a query sees too. The window
@@ -85,6 +98,9 @@ def attention(
     if static:
         visible = visible._replace(start_B=jnp.full(q_BTNH.shape[0], ahead, jnp.int32))
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
+    if isinstance(visible.first_BT, FirstKey):
+        scoring = scoring._replace(first_key=visible.first_BT.position)
+        visible = visible._replace(first_BT=None)
     few = not static and q_BTNH.shape[1] <= ROW_QUERIES
     if visible.first_BT is not None:
         if run_config.impl not in (None, "xla"):
@@ -161,6 +177,8 @@ def query_block(
     B, K, T, G, _ = q_BKTGH.shape
     width, blocks = kv.block_layout(KEY_BLOCK if T > 1 else decode_block)
     query_BT = start_B[:, None] + jnp.arange(T)
+    if scoring.first_key:
+        first_BT = jnp.minimum(query_BT, scoring.first_key)
 
     def update(i, softmax):
         block = kv.get_block(i, width, length_B, row)
@@ -172,7 +190,7 @@ def query_block(
         softmax = softmax._replace(max_BKTG=zeros + sink_KG[:, None], sum_BKTG=zeros + 1)
     softmax = match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)
     low, high = kv.visible_blocks(width, start_B, T, length_B)
-    low = low if first_BT is None else jnp.maximum(low, jnp.min(first_BT) // width)
+    low = low if visible.first_BT is None else jnp.maximum(low, jnp.min(first_BT) // width)
     if blocks == 1:
         softmax = update(0, softmax)
     elif static:  # a fixed number of steps, as reverse mode demands

@@ -21,7 +21,8 @@ class Positions(NamedTuple):
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
     num_tokens_B: jax.Array  # int32: real tokens of each row
     position_BT: jax.Array  # int32: of each token
-    first_BT: jax.Array | None = None  # int32: where each token's segment begins; None: a row is one segment
+    # int32: where each token's segment begins, or a `FirstKey`. None: a row is one segment.
+    first_BT: Any = None
 
 
 class Divided(NamedTuple):

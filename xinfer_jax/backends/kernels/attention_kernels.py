@@ -64,6 +64,8 @@ def _run(kernel: str, q_BTNH, kv: Any, visible: VisibleKeys, sink_N, scoring: Sc
     options = kv.kernel_options() | dict(window=kv.window, scale=scoring.scale, soft_cap=scoring.soft_cap)
     if (bias := _key_bias(kv)) is not None:
         options["key_bias"] = bias
+    if scoring.first_key:
+        options["first_key"] = scoring.first_key
     if sink_N is not None:
         options["sink_N"] = sink_N
     args = q_BTNH, *kernel_arrays(kv), visible.start_B, visible.length_B
