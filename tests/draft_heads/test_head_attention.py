@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import FirstKey, Scoring, VisibleKeys, attention
@@ -40,3 +41,12 @@ def test_only_slot_0_itself_depends_on_slot_0():
         differs_BT = (own != other).any((2, 3))
         position_BT = START_B[:, None] + np.arange(tokens)
         np.testing.assert_array_equal(differs_BT, position_BT == 0)
+
+
+@pytest.mark.unit
+def test_the_report_of_kernels_has_the_layer_of_a_head():
+    model = xj.load_model(draft_head=True)
+    used = xj.kernels_used(model.params, model.config)
+    assert used["draft_head_decode_attention"].impl == used["decode_attention"].impl
+    plain = xj.kernels_used(xj.load_model().params, xj.load_model().config)
+    assert {*used} - {*plain} == {"draft_head_decode_attention", "draft_head_prefill_attention"}

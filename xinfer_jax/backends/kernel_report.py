@@ -51,7 +51,8 @@ def kernels_used(
     Layers may differ, for example in the width of heads. The reason then says how many layers have another
     implementation, and why.
 
-    The report has the layers of the model, and not the layers of a draft head.
+    If the model was loaded with its draft head, the kernels of the head's layer are present too, for example
+    `draft_head_decode_attention`. Heads with files of their own are not in the report.
 
     Args:
         params: the parameter tree of the model.
@@ -78,6 +79,8 @@ def kernels_used(
         kernel: _of_layers([load("kernel selector", kernel)(kernel, impl, *each) for each in operands])
         for kernel, operands in _mixer_operands(params, config, rows, dtype, caches).items()
     }
+    if config.draft_head is not None:
+        used |= _of_draft_head(params["draft_head"], config, impl, rows, (dtype, dtype_of_cache, capacity))
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
     used["argmax"] = named("argmax", impl, logits)
     if outputs := [layer["o"] for layer in params["layers"] if "o" in layer]:
@@ -91,6 +94,24 @@ def kernels_used(
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
         used["gated_experts"] = select_experts(impl, hidden, experts)
     return used
+
+
+def _of_draft_head(
+    params: Params, config: ModelConfig, impl: str | None, rows: int, sizes: tuple[Any, Any, int]
+) -> dict[str, kernels_pallas.Selection]:
+    """Returns the selections of the layers of the draft head in a model's files. sizes: the dtypes of
+    activations and of the cache, and the capacity.
+    """
+    spec: Any = config.draft_head
+    own = load("draft head", spec.kind).of_model(config).config
+    dtype, dtype_of_cache, capacity = sizes
+    caches = jax.eval_shape(lambda: empty_layers(own, rows, capacity, dtype_of_cache))
+    return {
+        f"draft_head_{kernel}": _of_layers(
+            [load("kernel selector", kernel)(kernel, impl, *each) for each in operands]
+        )
+        for kernel, operands in _mixer_operands(params, own, rows, dtype, caches).items()
+    }
 
 
 def _mixer_operands(
