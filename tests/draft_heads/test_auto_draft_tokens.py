@@ -57,9 +57,9 @@ def make_engine(name, **given):
     return engine
 
 
-def proposed(engine, ids, count):
+def proposed(engine, ids, count, **how):
     """Returns the draft tokens after at least this number of sampled tokens, and these tokens."""
-    request = engine.submit(ids, PLAIN)
+    request = engine.submit(ids, PLAIN, **how)
     while len(request.answers[0].tokens) < count:
         engine.core._pacing.step_seconds = 1.0  # so that a call takes one step
         engine.step()
@@ -84,6 +84,22 @@ def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     engine = make_engine(name)
     assert engine.shape.num_unread == (5 if name in ("gemma4", "lookup") else 64)
     assert proposed(engine, ids, len(tokens)) == (drafts, tokens)  # a head with a cache has read twice
+    engine.close()
+
+
+def test_pages_of_answers_have_all_tokens_of_the_head(widths):
+    """A head that did not read an answer reads it before other prompts share its pages."""
+    widths[:] = [0]
+    engine = make_engine("mtp")
+    (ids,) = prompts(1, engine.model.config.vocab_size)
+    size = 2 * PAGE_SIZE + 1
+    options = dataclasses.replace(PLAIN, max_tokens=size - len(ids))
+    out = engine.submit(ids, options, share_answers=True).result()
+    turn = [*ids, *out.tokens[0], 1, 2]
+    hits = engine.stats.hits
+    shared = proposed(engine, turn, 3, share_answers=True)
+    assert engine.stats.hits - hits == 2 * PAGE_SIZE
+    assert shared == proposed(engine, turn, 3, salt="own pages")
     engine.close()
 
 

@@ -23,8 +23,8 @@ from .messages import DeviceResult
 _RESULT_STAYS = {"prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens", "read_unread",
-    "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache",
-    "restore_cache", "adopt_params", "set_adapter",
+    "finish_pages", "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state",
+    "release_cache", "restore_cache", "adopt_params", "set_adapter",
 }  # fmt: skip
 _UPDATE = "update"  # the message that asks for new weights
 _CLOSE = "close"  # the message that ends `Follower.run`

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..cache.page_size import PAGE_SIZE
 from ..errors import InputError
 from ..generation.state import SampledTokens
 from ..grammar.matcher import Matcher
@@ -189,9 +190,14 @@ class EngineCore:
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
             "routed_experts": answer.request.request_options.return_routed_experts,
-            "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
+            # Copies of pages, which no decoding row waits for, and the pages of an answer.
+            "rare": self.scheduler.host is not None or self._shares_head_pages(answer),
         }
         return frozenset(name for name, needs in needed.items() if needs)
+
+    def _shares_head_pages(self, answer: Answer) -> bool:
+        """Returns True if other rows may share pages of this answer that a draft head has written too."""
+        return self.shape.num_head_pools > 0 and answer.row.share_answers
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -359,6 +365,11 @@ class EngineCore:
             return set()
         draft_BT = None
         if width:
+            self._execute(self.scheduler.reserve_pages(1 + width, self.shape.extra_slots))
+            running = self.scheduler.running  # rows may be preempted
+            constrained = _with_masks(self.answers[row] for row in running)
+            if not constrained:
+                return set()
             pages = {row.slot: row.pages for row in running}
             self._read_unread(pages, width, 1)
             draft_BT = self.device.draft_tokens(pages, width)
@@ -455,6 +466,7 @@ class EngineCore:
                 self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
+        self._finish_pages(answer, valid)
         routed_experts = None
         if answer.request.request_options.return_routed_experts and answer.row.state in (
             "prefilling",
@@ -473,6 +485,19 @@ class EngineCore:
                 tokens = tokens[: max(0, len(tokens) - self.shape.num_unread)]
             self.scheduler.end(row, tokens, valid)
         del self.answers[answer.row]
+
+    def _finish_pages(self, answer: Answer, valid: bool) -> None:
+        """Completes the pages of an answer that ends, if other rows may share them: a draft head may not have
+        read its last tokens.
+        """
+        row = answer.row
+        unread = self.shape.num_unread - 1  # tokens at most
+        if not (valid and self._shares_head_pages(answer) and row.state == "running"):
+            return
+        if is_deleted(getattr(self.device, "params", None)):
+            return
+        if row.num_computed // PAGE_SIZE > (row.num_computed - unread) // PAGE_SIZE:
+            self.device.finish_pages(row.slot, row.pages)
 
 
 def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:

@@ -324,6 +324,7 @@ class DecodeCore(RoleCore):
             prompt = answer.request.ids
             ids = [*prompt, *answer.tokens][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
             first = len(prompt) // PAGE_SIZE
+            self._finish_pages(answer, valid)
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
                 emit("return_pages", ids, first, self.device.copy_pages(pages))
         self._outdated.discard(answer)

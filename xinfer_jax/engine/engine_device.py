@@ -162,11 +162,11 @@ class Device:
         return np.asarray(draft_BT)
 
     def read_unread(self, pages: dict[int, list[int]], width: int, steps: int) -> bool:
-        """Lets the head read the tokens that it passed over in steps without draft tokens, if the next
-        `decode` needs it. Returns True if it read. pages, width, steps: the arguments of that call.
+        """Lets the head read the tokens that it has not read, if the next `decode` needs it. Returns True if
+        it read. pages, width, steps: the arguments of that call.
         """
         shape = self._shape
-        if not shape.head_waits:
+        if not shape.num_head_pools:
             return False
         most = 1 + width if width else shape.num_unread - steps
         if all(self._most_unread[slot] <= most for slot in pages):
@@ -185,6 +185,10 @@ class Device:
         if not self._dry_run:
             jax.block_until_ready(unread)
         return True
+
+    def finish_pages(self, slot: int, pages: list[int]) -> None:
+        """Lets the head read all tokens of a row that ends, because other rows will share its pages."""
+        self.read_unread({slot: pages}, 0, self._shape.num_unread - 1)
 
     def prefill(
         self,
@@ -529,6 +533,9 @@ class Device:
             self.load_state(0, 1)
         if self._first_width:
             self.draft_tokens({0: self._all_pages})
+        if self._shape.num_head_pools:
+            self._most_unread[0] = self._shape.num_unread
+            self.finish_pages(0, self._all_pages)
 
     def _run_width(self, width: int) -> None:
         """Runs the programs of steps with this number of draft tokens."""
@@ -538,8 +545,9 @@ class Device:
     def _run_step(self, greedy: bool, recorded: Mapping[int, int], width: int) -> None:
         """Runs the program of a decode step, after that of tokens that the head has not read."""
         pages = {0: self._all_pages}
-        self._most_unread[0] = self._shape.num_unread
-        self.read_unread(pages, width, 1)
+        if self._shape.head_waits:
+            self._most_unread[0] = self._shape.num_unread
+            self.read_unread(pages, width, 1)
         self.decode(pages, 1, False, greedy, recorded, None, None, width)
 
     @property

@@ -94,7 +94,7 @@ def read_unread(executor: Executor, static: tuple, pools: Any, args: tuple) -> t
     own, target, rows, running_B, table_BP = args
     features_BTX, count_B = map(jnp.asarray, rows.unread)
     running_B = jnp.asarray(running_B)
-    read_B = jnp.where(running_B & rows.active_B, count_B - 1, 0)
+    read_B = jnp.where(running_B, count_B - 1, 0)  # also of rows that have ended
     first_B = rows.position_B - count_B
     cache, features = head_caches(head, pools, jnp.asarray(table_BP), capacity, jnp.maximum(first_B, 0))
     run_config = head_run_config(executor.run_config)

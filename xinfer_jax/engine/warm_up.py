@@ -72,7 +72,9 @@ class WarmUp:
         def compile_stages() -> None:
             while name := self._next_stage(is_busy):
                 self._begin(name).join()
-            for thread in [*self._begun.values()]:  # those that requests began
+            with self._lock:  # a request may be about to start one
+                begun = [*self._begun.values()]
+            for thread in begun:
                 thread.join()
             self.finish()
 
