@@ -18,7 +18,6 @@ FIRST = ([5, 9, 20], [8, 1, 6, 4], [7], [3, 3, 1])
 MORE = ([11], [13, 14], [2, 3], [6])
 CAPACITY = 64
 MOST = 10
-CI = ("mtp", "mtp-hybrid", "dflash", "eagle3", "gemma4")
 
 
 def run(case, prompts, **given):
@@ -62,7 +61,7 @@ def assert_close(prefix, fresh):
             np.testing.assert_allclose(found[used], wanted[used], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("name", full_except(("mtp",), HEADS, soak={*HEADS} - {*CI}))
+@pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {"mtp"}))
 def test_drafts_equal_those_without_a_prefix(name):
     case = draft_case(name)
     first = first_call(case)
@@ -72,7 +71,7 @@ def test_drafts_equal_those_without_a_prefix(name):
     assert_equal(again, run(case, prompts))
 
 
-@pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {*CI}))
+@pytest.mark.parametrize("name", full_except((), HEADS, soak=HEADS))
 def test_any_part_of_a_prefix_is_reused(name):
     """Prompts share the beginning of a prompt or of an answer, or nothing. A prefix follows a prefix."""
     case = draft_case(name)
@@ -87,7 +86,7 @@ def test_any_part_of_a_prefix_is_reused(name):
     assert_equal(run(case, longer, prefix=again.prefix), run(case, longer))
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_several_answers_and_sampled_tokens():
     case = draft_case("mtp")
     first = first_call(case)
@@ -95,7 +94,7 @@ def test_several_answers_and_sampled_tokens():
     assert_equal(run(case, prompts, prefix=first.prefix, n=2), run(case, prompts, n=2))
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_a_stream_that_is_stopped_keeps_the_prefix_of_its_tokens():
     case = draft_case("mtp")
     options = xj.GenerateOptions(

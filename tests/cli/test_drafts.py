@@ -115,7 +115,7 @@ def test_the_bundled_head_answers(command, tmp_path):
     assert code == 2 and err.count("\n") == 1
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_an_engine_smaller_than_a_page_has_a_head():
     """A prefill chunk has more places than a row."""
     model, draft = draft_cases.draft_case("mtp")

@@ -73,7 +73,7 @@ def proposed(engine, ids, count, **how):
     return found
 
 
-@full("mtp")
+@full()
 def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     """It then drafts what it drafts in an engine in which it reads in each step."""
     (ids,) = prompts(1, model_and_draft(name)[0].config.vocab_size)
@@ -87,6 +87,7 @@ def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     engine.close()
 
 
+@pytest.mark.full
 def test_pages_of_answers_have_all_tokens_of_the_head(widths):
     """A head that did not read an answer reads it before other prompts share its pages."""
     widths[:] = [0]
@@ -103,7 +104,7 @@ def test_pages_of_answers_have_all_tokens_of_the_head(widths):
     engine.close()
 
 
-@full("mtp", "lookup")
+@full("mtp")
 def test_widths_change_no_token(name, widths):
     """Rows are also preempted between steps with different numbers of draft tokens."""
     (model, _) = model_and_draft(name)
@@ -128,8 +129,8 @@ def test_widths_change_no_token(name, widths):
     engine.close()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("draft", ["lookup", pytest.param("mtp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("draft", ["lookup", "mtp"])
 def test_masks_of_grammars_are_for_the_draft_tokens_of_the_step(widths, draft):
     model = xj.load_model(draft_head=True)
     widths[:] = [2, 0, 1]
@@ -163,7 +164,7 @@ def test_masks_are_computed_again_for_other_draft_tokens():
         np.testing.assert_array_equal(masks, found[1])
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_rows_with_masks_have_pages_for_their_draft_tokens(monkeypatch):
     """The head writes after a prompt that fills its page."""
     model = xj.load_model(draft_head=True)
@@ -187,7 +188,7 @@ def test_rows_with_masks_have_pages_for_their_draft_tokens(monkeypatch):
     engine.close()
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_all_widths_are_compiled_by_warm_up():
     engine = make_engine("mtp", warm_up=True)
     (ids,) = prompts(1, engine.model.config.vocab_size)

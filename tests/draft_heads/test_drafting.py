@@ -15,9 +15,9 @@ pytestmark = pytest.mark.oldest
 
 SAMPLED = xj.SamplingConfig(temperature=1.0, top_p=0.95, repetition_penalty=1.1)
 DRAFTS = 3
-CI = ("mtp", "dspark")  # the heads of CI: others have the same path through calls and engines
-each_head = pytest.mark.parametrize("name", full_except(("mtp",), HEADS, soak={*HEADS} - {*CI}))
-full_heads = pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {*CI}))
+# The heads of CI: others have the same path through calls and engines.
+CI = ("mtp", "dspark")
+each_head = pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {*CI}))
 COUNTS = [12, pytest.param(200, marks=pytest.mark.soak)]  # of prompts
 
 
@@ -60,7 +60,7 @@ def test_calls_give_the_tokens_of_plain_decoding(name, count):
     assert drafted.stats.passes == passes
 
 
-@full_heads
+@pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {"mtp"}))
 @pytest.mark.parametrize("count", COUNTS)
 def test_engines_give_the_same_bits_alone_and_together(name, count):
     """Prompts share as many tokens as without drafts: all pages of common beginnings."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
+from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.config.run_config import DEFAULT
@@ -151,7 +152,10 @@ def transformers_drafts(assistant, target, prompt, token, steps):
 
 @pytest.mark.full
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["gemma4-shared-kv", "gemma4-unified-shared-kv-ordered"])
+@pytest.mark.parametrize(
+    "name",
+    full_except((), ("gemma4-shared-kv", "gemma4-unified-shared-kv-ordered"), soak=("gemma4-shared-kv",)),
+)
 @pytest.mark.skipif(torch is None, reason="the live comparison needs torch and transformers")
 def test_drafts_are_those_of_transformers(name, tmp_path):
     """transformers computes in float64: in float32 its own errors are as large as the tolerance."""

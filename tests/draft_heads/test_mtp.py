@@ -374,7 +374,7 @@ def test_a_prompt_that_is_read_in_parts(saved):
 GOOD_HEADS = dict(qwen3=0.3, qwen3_next=0.2, deepseek_v3=0.1)  # factors by which a part is accepted
 
 
-@pytest.mark.parametrize("name", full_except((), GOOD_HEADS, soak=("deepseek_v3", "qwen3_next")))
+@pytest.mark.parametrize("name", full_except((), GOOD_HEADS, soak=GOOD_HEADS))
 def test_generation_accepts_the_drafts_of_the_head(saved, tmp_path, name):
     """Tokens are those of the model alone. Each pass accepts as many drafts as a head whose cache is new, so
     its cache has no entry of a rejected draft.

@@ -37,7 +37,9 @@ def _few_threads_no_warnings():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=full_except((), FAMILIES, soak=("qwen3_5_moe",)))
+@pytest.fixture(
+    scope="module", params=full_except((), FAMILIES, soak=("glm4_moe", "qwen3_5_moe", "qwen3_next"))
+)
 def saved(request, tmp_path_factory):
     """A model, and transformers' model and head of its files."""
     model = mtp_cases.build(request.param)

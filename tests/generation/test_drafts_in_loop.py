@@ -20,7 +20,6 @@ LENGTHS = np.array([4, 7], np.int32)
 TOKENS = np.array([[*row, 0, 0, 0][:7] for row in PROMPTS], np.int32)
 SIZE = 12
 NONE = np.zeros(0, np.int32)
-CI = ("mtp", "mtp-hybrid", "gemma4")
 
 
 def history(size=SIZE):
@@ -62,7 +61,7 @@ def assert_equal(out, plain):
     assert plain.passes_B is None and plain.accepted_BT is None
 
 
-@pytest.mark.parametrize("name", full_except(("mtp",), HEADS, soak={*HEADS} - {*CI}))
+@pytest.mark.parametrize("name", full_except((), HEADS, soak={*HEADS} - {"mtp"}))
 def test_tokens_and_acceptance(name):
     case = draft_case(name)
     model = case.model
@@ -79,7 +78,7 @@ def sevens(history_BS, length_B, count):
     return jnp.full((len(length_B), count), 7)
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["itself", "lookup", "function"])
 def test_other_drafts(name):
     case = draft_case("mtp")
@@ -90,7 +89,7 @@ def test_other_drafts(name):
         assert drafted.accepted_BT.tolist() == [[3, 3, 2]] * 2 and drafted.passes_B.tolist() == [3, 3]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_sampled_rows_that_end():
     case = draft_case("mtp")
     eos = np.asarray(rollout(case, None, 0.8).tokens_BT[0, 5:6])
@@ -104,7 +103,7 @@ def test_sampled_rows_that_end():
     )
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_stop_is_called_after_each_token():
     case = draft_case("mtp")
     stop = dict(stop=lambda state: state.length_B >= jnp.array([3, 8]))
@@ -113,7 +112,7 @@ def test_stop_is_called_after_each_token():
     assert drafted.length_B.tolist() == [3, 8] and drafted.passes_B.tolist() == [1, 2]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_the_end_of_the_cache():
     case = draft_case("mtp")
     drafted, plain = (rollout(case, draft, capacity=12) for draft in ("mtp", None))
@@ -121,7 +120,7 @@ def test_the_end_of_the_cache():
     assert plain.length_B.tolist() == [9, 6] and plain.at_capacity_B.all()
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_processors_and_grammars():
     case = draft_case("mtp")
 

@@ -52,6 +52,7 @@ def test_a_short_training_writes_a_head(tmp_path):
     )
 
 
+@pytest.mark.soak
 def test_the_bundled_head_drafts_the_answers():
     program = run_script.functions("train_head")
     model = xj.load_model(dtype=jnp.float32, draft_head=True)

@@ -43,6 +43,8 @@ def place_draft(draft: Draft, params: Params) -> Draft:
     device. The last copy is kept with the head, so further calls move no bytes.
     """
     norm = params["final_norm"]
+    if isinstance(norm, jax.core.Tracer):  # the caller's jit places its arrays
+        return draft
     mesh = concrete_mesh_of(params)
     place: Any = mesh
     if mesh is None and getattr(norm, "committed", False):

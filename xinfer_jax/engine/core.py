@@ -365,11 +365,6 @@ class EngineCore:
             return set()
         draft_BT = None
         if width:
-            self._execute(self.scheduler.reserve_pages(1 + width, self.shape.extra_slots))
-            running = self.scheduler.running  # rows may be preempted
-            constrained = _with_masks(self.answers[row] for row in running)
-            if not constrained:
-                return set()
             pages = {row.slot: row.pages for row in running}
             self._read_unread(pages, width, 1)
             draft_BT = self.device.draft_tokens(pages, width)
@@ -480,10 +475,7 @@ class EngineCore:
             kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
-            tokens = answer.tokens[len(row.ids) - len(answer.request.ids) :]
-            if self.shape.num_head_pools:  # pages that are shared have the data of the head for all tokens
-                tokens = tokens[: max(0, len(tokens) - self.shape.num_unread)]
-            self.scheduler.end(row, tokens, valid)
+            self.scheduler.end(row, answer.tokens[len(row.ids) - len(answer.request.ids) :], valid)
         del self.answers[answer.row]
 
     def _finish_pages(self, answer: Answer, valid: bool) -> None:
