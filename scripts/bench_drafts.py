@@ -2,11 +2,13 @@
 `draft_tokens="auto"`: in turn in one process, for several numbers of rows.
 
     python scripts/bench_drafts.py --rows=1,8
-    python scripts/bench_drafts.py --config=qwen2.5-0.5b --acceptance=0.6,0.8,0.9 --new_tokens=33 --rounds=3
+    python scripts/bench_drafts.py --config=qwen2.5-0.5b --rows=1 --sides=plain,fixed --new_tokens=33 \\
+        --acceptance=0.6,0.8,0.9 --rounds=3
 
-Without --config the bundled model answers questions, with its own head. With --config the weights are random,
-also those of a head for multi-token prediction. The head takes its time, but its tokens are replaced: each is
-right with the probability of --acceptance.
+Without --config the bundled model answers questions, with its own head. Their phrasing or system message was
+in the training of neither. With --config the weights are random, also those of a head for multi-token
+prediction. The head takes its time, but its tokens are replaced: each is right with the probability of
+--acceptance.
 
 Prints, for each number of rows and acceptance rate, the median tokens per second of each engine after the
 first token of each row, and its ratio to the engine without drafts: median and quartiles.
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from train.head_data import MOST_ANSWER_TOKENS, training_prompts
+from train.head_data import MOST_ANSWER_TOKENS, measured_prompts
 
 import xinfer_jax as xj
 from xinfer_jax.draft_heads.mtp import Mtp
@@ -38,8 +40,8 @@ _ACCEPTANCE = flags.DEFINE_list("acceptance", ["0.8"], "With --config: acceptanc
 _DRAFTS = flags.DEFINE_integer("draft_tokens", 3, "The fixed number of draft tokens.", 1, 16)
 _TOKENS = flags.DEFINE_integer("new_tokens", 128, "With --config: tokens of each answer.", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Calls of each engine.", lower_bound=1)
-_SIDES = "plain", "fixed", "auto"
-_QUESTIONS = 48
+_SIDES = flags.DEFINE_list("sides", ["plain", "fixed", "auto"], "The engines, of which plain is the first.")
+_QUESTIONS = 24  # of each of two groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,25 +96,26 @@ def compare(
     widths = dict(plain={}, fixed=dict(draft_tokens=_DRAFTS.value), auto=dict(draft_tokens="auto"))
     engines = {
         side: xj.Engine(model, **shape, **widths[side], draft=None if side == "plain" else draft)
-        for side in _SIDES
+        for side in _SIDES.value
     }
     for engine in engines.values():
         for _ in range(2):
             measure(engine, prompts, options)
-    found = np.empty((_ROUNDS.value, len(_SIDES)))
-    before = engines["auto"].stats
+    found = np.empty((_ROUNDS.value, len(_SIDES.value)))
+    before = {side: engine.stats for side, engine in engines.items()}
     for number in range(_ROUNDS.value):
-        order = np.roll(np.arange(len(_SIDES)), number)
+        order = np.roll(np.arange(len(_SIDES.value)), number)
         for side in order:
-            found[number, side] = measure(engines[_SIDES[side]], prompts, options)
-    for side, name in enumerate(_SIDES):
+            found[number, side] = measure(engines[_SIDES.value[side]], prompts, options)
+    for side, name in enumerate(_SIDES.value):
         stats = engines[name].stats
         accepted = sum(stats.accepted) / max(1, stats.drafted)
         low, median, high = np.quantile(found[:, side] / found[:, 0], (0.25, 0.5, 0.75))
         line = f"{rows} rows  {name:5} {np.median(found[:, side]):8.1f} tokens/s"
         print(f"{line}  {median:.2f} ({low:.2f}-{high:.2f})  {accepted:.2f} accepted", flush=True)
-    drafted = np.subtract(engines["auto"].stats.drafted_by_place, before.drafted_by_place or 0)
-    print(f"{rows} rows  auto drafted by place: {drafted.tolist()}", flush=True)
+    if auto := engines.get("auto"):
+        drafted = np.subtract(auto.stats.drafted_by_place, before["auto"].drafted_by_place or 0)
+        print(f"{rows} rows  auto drafted by place: {drafted.tolist()}", flush=True)
     for engine in engines.values():
         engine.close()
 
@@ -122,7 +125,8 @@ def main(argv: list[str]) -> None:
     print(f"{os.cpu_count()} processors, {platform.machine()}, jax {jax.__version__}", flush=True)
     if not _CONFIG.value:
         model = xj.load_model(draft_head=True)
-        questions = training_prompts(model.tokenizer, 0, _QUESTIONS)
+        held_out, of_system, *_ = measured_prompts(model.tokenizer, _QUESTIONS).values()
+        questions = held_out + of_system
         options = xj.GenerateOptions(max_tokens=MOST_ANSWER_TOKENS)
         for rows in map(int, _ROWS.value):
             compare(model, questions, options, rows, "mtp")
