@@ -38,7 +38,7 @@ def test_an_engine_gets_names_and_heads(head, good):
     half = xj.Model(jax.tree.map(lambda x: x.astype("float16"), model.params), model.config)
     draft = startup.engine_draft(str(head), half)
     assert isinstance(draft, xj.Draft) and draft.params["final_norm"].dtype == "float16"
-    with pytest.raises(xj.InputError, match=r"--draft='.*' is a model, by which only .*: give lookup"):
+    with pytest.raises(xj.InputError, match=r"--draft='.*' has no draft head, .*: give lookup"):
         startup.engine_draft(str(good), model)
     with pytest.raises(xj.InputError, match="draft '/no/such' does not exist"):
         startup.engine_draft("/no/such", model)

@@ -66,8 +66,8 @@ def engine_draft(draft: Any, model: Model) -> Any:
     found = _named_draft(draft, model)
     if isinstance(found, str) and found not in _DRAFT_NAMES:
         raise InputError(
-            f"--draft={format_value(found)} is a model, by which only xinfer-jax generate and chat draft:"
-            " give lookup, mtp, or a draft head"
+            f"--draft={format_value(found)} has no draft head, and draft models work only in xinfer-jax"
+            " generate and chat: give lookup, mtp, or a draft head"
         )
     return found
 
