@@ -32,7 +32,7 @@ PRINTED = {
     ".docs/pages/from-vllm.md": (None,),
     ".docs/pages/troubleshooting.md": (None,),
     "xinfer_jax/tool_calls/README.md": (None,),
-    "xinfer_jax/generation/README.md": (None, None, None, None, None, r"\[\[.+\]\]\n", None, None),
+    "xinfer_jax/generation/README.md": (None, None, None, None, None, None, r"\[\[.+\]\]\n", None),
     "xinfer_jax/draft_heads/README.md": (None, None),
     "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+", None, None),
     ".docs/pages/settings.md": (r"'.+'\n",),
