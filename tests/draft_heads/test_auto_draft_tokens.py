@@ -87,7 +87,7 @@ def test_a_head_reads_later_what_steps_without_drafts_sampled(name, widths):
     engine.close()
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_pages_of_answers_have_all_tokens_of_the_head(widths):
     """A head that did not read an answer reads it before other prompts share its pages."""
     widths[:] = [0]
@@ -104,7 +104,7 @@ def test_pages_of_answers_have_all_tokens_of_the_head(widths):
     engine.close()
 
 
-@full("mtp")
+@full()
 def test_widths_change_no_token(name, widths):
     """Rows are also preempted between steps with different numbers of draft tokens."""
     (model, _) = model_and_draft(name)

@@ -225,7 +225,7 @@ def test_counts_of_a_small_configuration_stay():
     assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
 def test_a_draft_head_reads_its_cache_once():

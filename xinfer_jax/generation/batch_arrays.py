@@ -52,8 +52,8 @@ def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
     if hasattr(draft, "params"):  # needs the cache
         head = getattr(draft, "head", None)
         models.append((call.params if head else draft.params, draft.config))
-        counted = call.params, call.params.get("draft_head")  # among the weights
-        parts["draft"] = 0 if any(draft.params is tree for tree in counted) else tree_bytes(draft.params)
+        counted = set(map(id, jax.tree.leaves(call.params)))  # a head, or the model itself, is among them
+        parts["draft"] = tree_bytes([x for x in jax.tree.leaves(draft.params) if id(x) not in counted])
     for tree, model in models:
         dtype = options.cache_dtype or cache_dtype(tree)
         parts["cache"] += cache_bytes(model, rows, call.capacity, dtype)
