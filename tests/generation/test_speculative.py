@@ -176,10 +176,10 @@ def rows_before(settings: list, logprobs: bool, wanted: bool, V: int = V):
 
 def program(on_gpu: bool, model=None, impl=None):
     """`verify`, jitted anew: a jitted function keeps its trace. model: it gets hidden states, not logits."""
-    counts = SpeculationState(None, np.zeros(B, np.int32), np.zeros(B, np.int32))
 
     @jax.jit
     def jitted(outputs, state, draft):
+        counts = SpeculationState.of_rows(B, draft.shape[1])
         states = outputs if model is None else Hidden(*model, outputs)
         return verify(states, state, draft, counts, RunConfig(impl))
 
