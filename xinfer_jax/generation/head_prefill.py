@@ -19,7 +19,7 @@ from ..registry import plugin
 from ..weights.params import Params, activation_dtype
 from .executor import Executor
 from .loop import last_hidden
-from .proposers import HeadProposer, Verified
+from .proposers import HeadProposer
 from .state import UnreadFeatures
 
 
@@ -95,8 +95,7 @@ def read_chunk(
     proposer = HeadProposer(head)
     cache, head_cache = caches
     out = apply_model(params, config, inputs, cache, proposer.extras(extras), run_config)
-    verified = Verified(out.hidden, out.reads, inputs.num_tokens_B)
-    features_BTX = proposer.features((own, params), verified)
+    features_BTX = proposer.features((own, params), out.hidden, out.reads)
     if head_cache is not None:
         shifted_BTX = jnp.concatenate([before_BX[:, None].astype(features_BTX.dtype), features_BTX], 1)[
             :, :-1

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,6 @@ from .state import DecodeState, UnreadFeatures
 DraftFunction = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 _MAX_MATCH = 4  # tokens that prompt look-up compares at most
-
-
-class Verified(NamedTuple):
-    """The target's output for tokens of which `count_B` are certain now."""
-
-    hidden_BTD: Any
-    reads: Any
-    count_B: Any  # int32: certain tokens of each row; 0: it took no step
 
 
 class Proposer(abc.ABC):
@@ -63,9 +55,14 @@ class Proposer(abc.ABC):
             count: the number of draft tokens. 0: a draft head does not read its unread tokens.
         """
 
-    def features(self, params: tuple[Any, Any], verified: Verified) -> Any:
+    def features(self, params: tuple[Any, Any], hidden_BTD: Any, reads: Any) -> Any:
         """Returns the features of the target's tokens, [B, T, X], that the next call of `propose` needs.
         None: it needs none.
+
+        Args:
+            params: as for `propose`.
+            hidden_BTD: the target's hidden states after its final norm.
+            reads: the outputs of the layers that `extras` taps, by layer.
         """
         return None
 
@@ -132,10 +129,7 @@ class HeadProposer(Proposer):
             unread = UnreadTokens(*(x[:, : 1 + count] for x in unread[:2]), read_B)
         params = HeadParams(*params)
 
-        def sample(logits_BV, context):
-            token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
-            return token_B, context.append_token(token_B, state.active_B)
-
+        sample = functools.partial(_sample_draft_token, state, run_config)
         call = DraftCall(unread, head_cache, target_cache, state.context, sample, run_config)
         return self.head.draft(params, call, count)
 
@@ -150,9 +144,9 @@ class HeadProposer(Proposer):
         own = HeadParams(*params)
         return self.head.read(own, unread, cache, head_run_config(executor.run_config))  # type: ignore[arg-type]
 
-    def features(self, params, verified):
-        reads = tuple(verified.reads[layer] for layer in self.head.taps)
-        return self.head.features(HeadParams(*params), verified.hidden_BTD, reads)
+    def features(self, params, hidden_BTD, reads):
+        of_taps = tuple(reads[layer] for layer in self.head.taps)
+        return self.head.features(HeadParams(*params), hidden_BTD, of_taps)
 
 
 def _unread_tokens(
@@ -215,13 +209,17 @@ def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, l
     return jnp.asarray(proposer(history_BS, length_B, count), jnp.int32)
 
 
-def _add_draft_token(logits, state, context, draft_BT, i, run_config):
-    """Returns the draft tokens with one more, sampled with the noise that the model itself will sample
-    with.
+def _sample_draft_token(state, run_config, logits_BV, context):
+    """Returns the next draft token of each row, sampled with the noise that the model itself will sample
+    with, and the context with it.
     """
-    logits_BV = logits_at(logits, -1)
     token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
-    context = context.append_token(token_B, state.active_B)
+    return token_B, context.append_token(token_B, state.active_B)
+
+
+def _add_draft_token(logits, state, context, draft_BT, i, run_config):
+    """Returns the draft tokens with one more, that token, and the context with it."""
+    token_B, context = _sample_draft_token(state, run_config, logits_at(logits, -1), context)
     return jnp.asarray(draft_BT).at[:, i].set(token_B), token_B, context
 
 

@@ -27,7 +27,7 @@ from ..ops.operation import run
 from ..sampling.caller_processors import end_rows
 from .executor import Executor, RunnableModel
 from .loop import Hidden, to_logits
-from .proposers import Proposer, Verified, append_unread_features, unread_features
+from .proposers import Proposer, append_unread_features, unread_features
 from .state import DecodeState, RowProgress, sample_and_append
 from .strategies import Carry, Strategy
 
@@ -112,7 +112,7 @@ class Speculative(Strategy):
         params, _, own = constants
         hidden = out.hidden.states if isinstance(out.hidden, Hidden) else out.hidden
         count_B = state.position_B - before_B
-        features_BTX = self.proposer.features((own, params), Verified(hidden, out.reads, count_B))
+        features_BTX = self.proposer.features((own, params), hidden, out.reads)
         waits = not self.num_draft_tokens and pages is not None
         add = append_unread_features if waits else unread_features
         state = dataclasses.replace(state, unread=add(features_BTX, count_B, state.unread))
