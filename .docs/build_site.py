@@ -51,6 +51,7 @@ CONTENTS = {
     "Guides": {
         "library": "xinfer_jax/README.md",
         "generation": "xinfer_jax/generation/README.md",
+        "draft-heads": "xinfer_jax/draft_heads/README.md",
         "grammar": "xinfer_jax/grammar/README.md",
         "tools": "xinfer_jax/tool_calls/README.md",
         "training": "xinfer_jax/TRAINING.md",
