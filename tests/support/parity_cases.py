@@ -71,6 +71,9 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "hunyuan_v1_moe": "HunYuanMoEV1",
         "minimax_m2": "MiniMaxM2",
         "gpt_oss": "GptOss",
+        "granitemoe": "GraniteMoe",
+        "granitemoeshared": "GraniteMoeShared",
+        "lfm2_moe": "Lfm2Moe",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
         "qwen3_5_moe_text": "Qwen3_5Moe",
@@ -426,6 +429,28 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # lfm2_moe: experts by sigmoid scores with a bias after some layers with an MLP
+    "lfm2-moe-published-tied": _hf(
+        "lfm2_moe", **_old(1e4), **_MOE | dict(num_experts=8, num_experts_per_tok=3), num_dense_layers=1,
+        layer_types=["conv", _F, "conv", "conv"], num_hidden_layers=4, norm_eps=1e-5, use_expert_bias=True,
+    ),
+    "lfm2-moe-no-bias-untied": _hf(
+        "lfm2_moe", **_new(rope_theta=3e4), **_MOE, num_dense_layers=0, layer_types=["conv", _F, "conv"],
+        conv_bias=True, conv_L_cache=5, use_expert_bias=False, norm_topk_prob=False,
+        routed_scaling_factor=1.5, tie_word_embeddings=False, num_key_value_heads=1,
+    ),
+    # granitemoe: the matrices of all experts in one tensor; granitemoeshared: an MLP beside them
+    "granitemoe-published-tied": _hf("granitemoe", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
+        intermediate_size=24, tie_word_embeddings=True, embedding_multiplier=1.5, residual_multiplier=1.4,
+        attention_multiplier=0.3, logits_scaling=0.5),
+    "granitemoe-bias-untied": _hf("granitemoe", **_new("llama3", 1e5, **_LLAMA3), num_local_experts=5,
+        num_experts_per_tok=3, intermediate_size=40, attention_bias=True, num_key_value_heads=1,
+        embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=3),
+    "granitemoeshared-tied": _hf("granitemoeshared", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
+        intermediate_size=24, shared_intermediate_size=20, tie_word_embeddings=True,
+        embedding_multiplier=1.5, residual_multiplier=1.4, attention_multiplier=0.3, logits_scaling=0.5),
+    "granitemoeshared-no-shared": _hf("granitemoeshared", **_new(rope_theta=3e4), num_local_experts=4,
+        num_experts_per_tok=4, intermediate_size=40, shared_intermediate_size=0, attention_multiplier=0.3),
     # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
     "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
         partial_rotary_factor=0.5),
@@ -658,7 +683,12 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
     model = build(config, attn_implementation="eager", dtype=torch.float32).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
     renamed = {"block_sparse_moe.gate": "mlp.gate", "mlp.moe_statics": "mlp.gate.moe_statics"}
-    for published, own in renamed.items():  # of Mixtral and ERNIE 4.5
+    renamed |= {
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+        "router.layer": "router",
+    }
+    for published, own in renamed.items():  # of Mixtral, ERNIE 4.5 and Granite
         state = {name.replace(published, own): x for name, x in state.items()}
     for name, empty in model.state_dict().items():  # a shared expert of width 0
         if ".shared_expert" in name:
@@ -697,8 +727,9 @@ def hf_greedy(
 
 def _forget_length(model: Any) -> None:
     """Resets rope type dynamic, which keeps the frequencies of the longest sequence so far."""
-    rotary = model.model.rotary_emb
-    if isinstance(rotary.rope_type, dict):  # one for each kind of layer; none of them dynamic
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    # None: without RoPE, or by another name. A dict: one for each kind of layer. None of them is dynamic.
+    if rotary is None or isinstance(rotary.rope_type, dict):
         return
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.clone()
