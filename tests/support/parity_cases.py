@@ -14,6 +14,7 @@ import numpy as np
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.families.naming import FileSpec, file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.families.skipped_tensors import text_name
 from xinfer_jax.weights.params import Params
 
 VOCAB = 96
@@ -429,28 +430,14 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
-    # lfm2_moe: experts by sigmoid scores with a bias after some layers with an MLP
-    "lfm2-moe-published-tied": _hf(
-        "lfm2_moe", **_old(1e4), **_MOE | dict(num_experts=8, num_experts_per_tok=3), num_dense_layers=1,
-        layer_types=["conv", _F, "conv", "conv"], num_hidden_layers=4, norm_eps=1e-5, use_expert_bias=True,
+    # mamba2: a state alone in each layer
+    "mamba2-groups": _hf(
+        "mamba2", num_heads=6, head_dim=16, state_size=24, n_groups=2, chunk_size=16, layer_norm_epsilon=1e-5
     ),
-    "lfm2-moe-no-bias-untied": _hf(
-        "lfm2_moe", **_new(rope_theta=3e4), **_MOE, num_dense_layers=0, layer_types=["conv", _F, "conv"],
-        conv_bias=True, conv_L_cache=5, use_expert_bias=False, norm_topk_prob=False,
-        routed_scaling_factor=1.5, tie_word_embeddings=False, num_key_value_heads=1,
+    "mamba2-bias-tied": _hf(
+        "mamba2", num_heads=8, head_dim=12, state_size=16, n_groups=1, conv_kernel=3, use_bias=True,
+        use_conv_bias=False, tie_word_embeddings=True,
     ),
-    # granitemoe: the matrices of all experts in one tensor; granitemoeshared: an MLP beside them
-    "granitemoe-published-tied": _hf("granitemoe", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
-        intermediate_size=24, tie_word_embeddings=True, embedding_multiplier=1.5, residual_multiplier=1.4,
-        attention_multiplier=0.3, logits_scaling=0.5),
-    "granitemoe-bias-untied": _hf("granitemoe", **_new("llama3", 1e5, **_LLAMA3), num_local_experts=5,
-        num_experts_per_tok=3, intermediate_size=40, attention_bias=True, num_key_value_heads=1,
-        embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=3),
-    "granitemoeshared-tied": _hf("granitemoeshared", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
-        intermediate_size=24, shared_intermediate_size=20, tie_word_embeddings=True,
-        embedding_multiplier=1.5, residual_multiplier=1.4, attention_multiplier=0.3, logits_scaling=0.5),
-    "granitemoeshared-no-shared": _hf("granitemoeshared", **_new(rope_theta=3e4), num_local_experts=4,
-        num_experts_per_tok=4, intermediate_size=40, shared_intermediate_size=0, attention_multiplier=0.3),
     # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
     "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
         partial_rotary_factor=0.5),
@@ -683,19 +670,17 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
     model = build(config, attn_implementation="eager", dtype=torch.float32).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
     renamed = {"block_sparse_moe.gate": "mlp.gate", "mlp.moe_statics": "mlp.gate.moe_statics"}
-    renamed |= {
-        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
-        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
-        "router.layer": "router",
-    }
-    for published, own in renamed.items():  # of Mixtral, ERNIE 4.5 and Granite
+    for published, own in renamed.items():  # of Mixtral and ERNIE 4.5
         state = {name.replace(published, own): x for name, x in state.items()}
     for name, empty in model.state_dict().items():  # a shared expert of width 0
         if ".shared_expert" in name:
             state.setdefault(name, torch.zeros_like(empty))
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
+    of_model = {
+        text_name(name): name for name in model.state_dict()
+    }  # some have "backbone" in place of "model"
+    model.load_state_dict({of_model.get(name, name): x for name, x in state.items()}, strict=True)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model
 
@@ -728,8 +713,7 @@ def hf_greedy(
 def _forget_length(model: Any) -> None:
     """Resets rope type dynamic, which keeps the frequencies of the longest sequence so far."""
     rotary = getattr(model.base_model, "rotary_emb", None)
-    # None: without RoPE, or by another name. A dict: one for each kind of layer. None of them is dynamic.
-    if rotary is None or isinstance(rotary.rope_type, dict):
+    if rotary is None or isinstance(rotary.rope_type, dict):  # none, or one for each kind of layer
         return
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.clone()
