@@ -620,6 +620,7 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
     state = {name.replace("mlp.gate.moe_statics", "mlp.moe_statics"): x for name, x in state.items()}
+    state = {text_name(name) or name: x for name, x in state.items()}
 
     def part(spec: FileSpec) -> np.ndarray:
         if spec.fused_name is None:
