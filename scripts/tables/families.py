@@ -48,6 +48,7 @@ PUBLISHED = {
     "granite": "granite-3.0 to 3.3 (2b, 8b)",
     "hunyuan_v1_dense": "Hunyuan-0.5B, -1.8B, -4B, -7B",
     "hunyuan_v1_moe": "Hunyuan-A13B",
+    "mamba2": "Mamba-2 130M to 2.7B, Codestral-Mamba-7B (with the tensor names of transformers)",
     "lfm2": "LFM2-350M, -700M, -1.2B, -2.6B; LFM2.5-1.2B",
     "llama": "Llama-2, Llama-3, 3.1, 3.2 (text) and 3.3; SmolLM2",
     "minicpm3": "MiniCPM3-4B",

@@ -14,6 +14,7 @@ import numpy as np
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.families.naming import FileSpec, file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.families.skipped_tensors import text_name
 from xinfer_jax.weights.params import Params
 
 VOCAB = 96
@@ -426,6 +427,14 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # mamba2: a state alone in each layer
+    "mamba2-groups": _hf(
+        "mamba2", num_heads=6, head_dim=16, state_size=24, n_groups=2, chunk_size=16, layer_norm_epsilon=1e-5
+    ),
+    "mamba2-bias-tied": _hf(
+        "mamba2", num_heads=8, head_dim=12, state_size=16, n_groups=1, conv_kernel=3, use_bias=True,
+        use_conv_bias=False, tie_word_embeddings=True,
+    ),
     # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
     "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
         partial_rotary_factor=0.5),
@@ -665,7 +674,10 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
             state.setdefault(name, torch.zeros_like(empty))
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
+    of_model = {
+        text_name(name): name for name in model.state_dict()
+    }  # some have "backbone" in place of "model"
+    model.load_state_dict({of_model.get(name, name): x for name, x in state.items()}, strict=True)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model
 
@@ -697,8 +709,8 @@ def hf_greedy(
 
 def _forget_length(model: Any) -> None:
     """Resets rope type dynamic, which keeps the frequencies of the longest sequence so far."""
-    rotary = model.model.rotary_emb
-    if isinstance(rotary.rope_type, dict):  # one for each kind of layer; none of them dynamic
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None or isinstance(rotary.rope_type, dict):  # none, or one for each kind of layer
         return
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.clone()

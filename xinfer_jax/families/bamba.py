@@ -11,8 +11,8 @@ from ..errors import InputError, format_value
 from ..mixers.mamba2 import Mamba2Spec
 from .family import Family, Names
 from .layer_fields import attention_bias
-from .mamba2 import mamba2_names
-from .mamba_fields import (
+from .mamba_fields import mamba2_names
+from .mamba_hybrids import (
     ATTENTION,
     MAMBA,
     MAMBA_DEFAULTS,

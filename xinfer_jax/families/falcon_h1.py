@@ -14,8 +14,8 @@ from ..mixers.scaled_attention import ScaledAttentionSpec
 from .bamba import LEAVES
 from .family import Family, Names
 from .layer_fields import attention_bias
-from .mamba2 import mamba2_names
-from .mamba_fields import MAMBA_DEFAULTS, read_mamba, write_mamba
+from .mamba_fields import mamba2_names
+from .mamba_hybrids import MAMBA_DEFAULTS, read_mamba, write_mamba
 from .values import get_boolean, get_number, get_numbers
 
 _ATTENTION = {f"{part}_multiplier": f"attention_{part}_multiplier" for part in ("in", "out")} | dict(

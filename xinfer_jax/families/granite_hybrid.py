@@ -13,8 +13,8 @@ from .family import Family, Joined, Names
 from .granite import DEFAULTS, read_factors, write_granite
 from .granite_moe import GRANITE_EXPERTS, GRANITE_JOINED, GRANITE_SHARED
 from .layer_fields import attention_bias, read_experts
-from .mamba2 import mamba2_names
-from .mamba_fields import (
+from .mamba_fields import mamba2_names
+from .mamba_hybrids import (
     MAMBA,
     MAMBA_DEFAULTS,
     mamba_types,

@@ -1,83 +1,60 @@
-"""Fields `mamba_*` of config.json, which Bamba, Falcon-H1 and Granite 4 share, and the types of their layers.
-
-Layers have the type "mamba" or "attention" in published files. transformers 5 writes "linear_attention" and
-"full_attention".
-"""
+"""Fields and names of Mamba-2 mixers, which several families share."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..mixers.mamba2 import Mamba2Spec
-from .layer_fields import FULL, read_layer_types
-from .mamba2 import read_mixer, write_mixer
-from .values import get_integer
-
-MAMBA = "mamba"
-ATTENTION = "attention"
-_PUBLISHED_TYPES = {"linear_attention": MAMBA, FULL: ATTENTION}
-_FIELDS = dict(
-    num_heads="mamba_n_heads", head_dim="mamba_d_head", n_groups="mamba_n_groups",
-    state_size="mamba_d_state", conv_kernel="mamba_d_conv", bias="mamba_proj_bias",
-    conv_bias="mamba_conv_bias",
-)  # fmt: skip
-MAMBA_DEFAULTS = dict(
-    mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4,
-    mamba_expand=2, mamba_proj_bias=False, mamba_conv_bias=True,
-)  # fmt: skip
+from .family import Joined, Names
+from .values import get_boolean, get_integer, get_number
 
 
-def read_mamba(hf: Mapping, **settings: Any) -> Mamba2Spec:
-    """Returns the mixer of config.json. Its heads together are as wide as `mamba_d_ssm`, or if there is none
-    `mamba_expand` times `hidden_size`.
+def read_mixer(hf: Mapping, fields: Mapping[str, str], **settings: Any) -> Mamba2Spec:
+    """Returns the mixer that config.json describes. Raises InputError if its numbers do not fit together.
 
     Args:
         hf: config.json with the defaults of its family.
+        fields: the names of its fields, by the fields of `Mamba2Spec`.
         settings: other fields of `Mamba2Spec`.
     """
-    if hf["hidden_act"] not in ("silu", "swish"):
+    flags = ("bias", "conv_bias")
+    numbers = {field: get_integer(hf, name) for field, name in fields.items() if field not in flags}
+    settings = {field: get_boolean(hf, fields[field]) for field in flags} | settings
+    (heads, groups, kernel) = (numbers[name] for name in ("num_heads", "n_groups", "conv_kernel"))
+    if heads % groups:
         raise InputError(
-            f"hidden_act {format_value(hf['hidden_act'])} is not supported for model_type"
-            f" {hf['model_type']!r} with layers of Mamba-2: only 'silu' is"
+            f"config.json: {fields['num_heads']} {heads} is not a multiple of {fields['n_groups']} {groups}"
         )
-    if hf.get("mamba_d_ssm") is None:
-        width = get_integer(hf, "mamba_expand") * get_integer(hf, "hidden_size")
-        name = "mamba_expand * hidden_size"
-    else:
-        width = get_integer(hf, "mamba_d_ssm")
-        name = "mamba_d_ssm"
-    heads = get_integer(hf, "mamba_n_heads")
-    if hf["mamba_d_head"] == "auto":
-        hf = {**hf, "mamba_d_head": width // heads or 1}
-    mixer = read_mixer(hf, _FIELDS, **settings)
-    if heads * mixer.head_dim != width:
+    if kernel < 2:
+        raise InputError(f"config.json: {fields['conv_kernel']} must be at least 2, got {kernel}")
+    return Mamba2Spec(**numbers, **dict(norm_groups=groups) | settings)
+
+
+def check_inner_width(hf: Mapping, mixer: Mamba2Spec, expand: str) -> None:
+    """Raises InputError unless the heads are as wide as `expand` times hidden_size."""
+    width = int(get_number(hf, expand) * get_integer(hf, "hidden_size"))
+    if width != mixer.num_heads * mixer.head_dim:
         raise InputError(
-            f"config.json: mamba_n_heads {heads} heads of mamba_d_head {mixer.head_dim} have"
-            f" {heads * mixer.head_dim} features, and {name} is {width}: the numbers must be equal"
+            f"config.json: {expand} {format_value(hf[expand])} makes {width} inner features, and"
+            f" {mixer.num_heads} heads of {mixer.head_dim} have {mixer.num_heads * mixer.head_dim}"
         )
-    return mixer
 
 
-def write_mamba(config: ModelConfig) -> dict[str, Any]:
-    """Returns the inverse of `read_mamba`, with `mamba_expand`."""
-    mixer = next(filter(None, (layer.mixer_of(Mamba2Spec.kind) for layer in config.layers)), None)
-    if mixer is None:
-        return dict(mamba_n_heads=1)  # transformers checks it in models without these layers too
-    expand = mixer.num_heads * mixer.head_dim // config.hidden_size
-    return write_mixer(mixer, _FIELDS) | dict(mamba_expand=expand)
+def write_mixer(mixer: Mamba2Spec, fields: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields that `read_mixer` reads."""
+    return {name: getattr(mixer, field) for field, name in fields.items()}
 
 
-def read_mamba_types(hf: Mapping, layers: int) -> list[str] | None:
-    """Returns the type of each layer, `MAMBA` or `ATTENTION`, by `layer_types` or `layers_block_type`. None:
-    config.json has neither.
-    """
-    types = hf.get("layers_block_type") if hf.get("layer_types") is None else hf["layer_types"]
-    if isinstance(types, list | tuple):
-        types = [_PUBLISHED_TYPES.get(x, x) if isinstance(x, str) else x for x in types]
-    return read_layer_types({"layer_types": types}, layers, (MAMBA, ATTENTION))
-
-
-def mamba_types(config: ModelConfig) -> list[str]:
-    """Returns the type of each layer."""
-    return [MAMBA if layer.mixer_of(Mamba2Spec.kind) else ATTENTION for layer in config.layers]
+def mamba2_names(module: str) -> Names:
+    """Returns the names of the tensors of the mixer. module: the name of its module in a layer."""
+    projections = {f"ssm_{part}": f"{module}.{part}_proj" for part in ("z", "x", "b", "c", "dt")}
+    taps = ("conv_x", "conv_b", "conv_c")
+    biases = tuple(f"{name}_bias" for name in taps)
+    leaves = {name: f"{module}.{name}" for name in (*taps, *biases, "A_log", "dt_bias", "D")}
+    leaves |= projections | dict(gated_norm=f"{module}.norm.weight", ssm_o=f"{module}.out_proj")
+    joined = (
+        Joined(f"{module}.in_proj", tuple(projections)),
+        Joined(f"{module}.conv1d.weight", taps, axes_of_leaves=(0, None, 1)),
+        Joined(f"{module}.conv1d.bias", biases),
+    )
+    return Names(leaves, joined)

@@ -99,6 +99,13 @@ class FileSpec(ParamSpec):
         return [tensors[name] for name in self.tensor_shapes(tensors)]
 
 
+def published_name(config: ModelConfig, name: str) -> str:
+    """Returns the name of a tensor in published files. name: its name here, which may have another prefix."""
+    prefixes = load("family", config.model_type).prefixes
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+
 def file_specs(config: ModelConfig) -> Params:
     """Returns the parameter tree of `config` with a `FileSpec` at every leaf."""
     check_config(config)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
+from .family import BACKBONE
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
 _MTP = "mtp."  # how the names of draft heads in Qwen's style begin
@@ -17,6 +18,9 @@ _PREFIXES = {
     "visual.": None,
     _MTP: None,
     **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # saved without its head
+    "model.embeddings.": "model.embed_tokens.",  # names in transformers of what files have in "backbone"
+    "model.norm_f.": "model.norm.",
+    **{published: own for own, published in BACKBONE.items()},
     **dict.fromkeys(
         f"{outer}{part}."
         for outer in ("model.", "")
