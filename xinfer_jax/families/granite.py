@@ -31,9 +31,11 @@ def write_granite(config: ModelConfig) -> dict[str, Any]:
     return factors | dict(embedding_multiplier=config.embed_scale)
 
 
+DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=2048, attention_multiplier=1.0, embedding_multiplier=1.0
+) | dict.fromkeys(_FACTORS, 1.0)
 FAMILY = Family(
-    dict(max_position_embeddings=2048, attention_multiplier=1.0, embedding_multiplier=1.0)
-    | dict.fromkeys(_FACTORS, 1.0),
+    DEFAULTS,
     read_granite,
     "GraniteForCausalLM",
     write_granite,
