@@ -119,7 +119,7 @@ class Mamba2(Mixer):
         before: Norm | None = None,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Recurrent | None]:
-        leaves = [params[name] for name in _PRODUCTS]
+        leaves = [self._input_leaf(params[name]) for name in _PRODUCTS]
         new = products(x_BTD, leaves, before=before, run_config=run_config)
         factors = [self.spec.in_multiplier * factor for factor in self.spec.multipliers]
         (z_BTI, *new) = [_times(x, factor) for x, factor in zip(new, factors, strict=True)]
@@ -135,6 +135,13 @@ class Mamba2(Mixer):
             return linear(out_BTI, params["ssm_o"], residual=residual, **around), cache
         out_BTD = _times(linear(out_BTI, params["ssm_o"], **around), self.spec.out_multiplier)
         return out_BTD if residual is None else residual + out_BTD, cache
+
+    def _input_leaf(self, leaf: Params) -> Params:
+        """Returns a matrix whose bias the factor of the hidden states, which products get, leaves as it
+        is.
+        """
+        factor = self.spec.in_multiplier
+        return leaf | {"bias": leaf["bias"] / factor} if factor != 1 and "bias" in leaf else leaf
 
     def _gated(
         self, out_BTI: jax.Array, z_BTI: jax.Array, params: Params, run_config: RunConfig
