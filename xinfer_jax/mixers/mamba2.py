@@ -179,10 +179,6 @@ class Mamba2(Mixer):
         norms = Divided("linear_heads", "groups of the norm of Mamba-2", self.spec.norm_groups)
         return (heads, groups, norms) if self.spec.norm and self.spec.norm_groups > 1 else (heads, groups)
 
-    def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
-        token = jax.ShapeDtypeStruct((rows, self.spec.num_heads * self.spec.head_dim), dtype)
-        return dict.fromkeys(("mamba_step", "mamba_prefill"), (token, params, self.config, cache))
-
 
 def mix_states(
     products: list[jax.Array],
