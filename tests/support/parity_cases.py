@@ -129,10 +129,10 @@ _MAMBA = dict(mamba_d_state=20, mamba_chunk_size=16)
 _FALCON = dict(
     ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8], mlp_multipliers=[0.9, 0.6], ssm_in_multiplier=1.25,
     ssm_out_multiplier=0.4, attention_in_multiplier=1.1, attention_out_multiplier=0.8, key_multiplier=0.7,
-    embedding_multiplier=3.5, lm_head_multiplier=0.6,
+    embedding_multiplier=3.5, lm_head_multiplier=1.7,
 )  # fmt: skip
 _GRANITE = dict(
-    embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=0.5
+    embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=1.5
 )
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
 
@@ -458,7 +458,7 @@ _CASES = {
     # falcon_h1: Mamba-2 and attention side by side, with factors
     "falcon-h1-published": _hf("falcon_h1", **_old(1e11), **_MAMBA, **_FALCON, mamba_d_ssm=72,
         mamba_n_heads=6, mamba_d_head=12, rms_norm_eps=1e-5, head_dim=16),
-    "falcon-h1-norm-after-gate-bias": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA, **_FALCON,
+    "falcon-h1-norm-after-gate-bias": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA, **_FALCON | dict(embedding_multiplier=0.9),
         mamba_d_ssm=96, mamba_n_heads=4, mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=False,
         mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1,
         tie_word_embeddings=True),
