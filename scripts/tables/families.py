@@ -190,4 +190,4 @@ def kernels_of(config: ModelConfig, device: Card | Tpu) -> tuple[str, ...]:
         used = xj.kernels_used(
             device_weights(config, "bfloat16", 1), config, rows=_ROWS, cache_dtype="bfloat16"
         )
-    return tuple(kernel for kernel in _ATTENTION if used[kernel].impl != "xla")
+    return tuple(kernel for kernel in _ATTENTION if kernel in used and used[kernel].impl != "xla")
