@@ -71,6 +71,8 @@ class FileSpec(ParamSpec):
         """
         if not self.fused_name or len(self.shape) < 3 or self.interleaved:
             return None
+        if not self.fused_name.endswith(("gate_up_proj", "down_proj")):
+            return None
         return self.fused_name.replace("gate_up_proj", "down_proj")
 
     def has_inputs_first(self, tensors: Any) -> bool:
