@@ -170,6 +170,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "mistral"): ("families.llama", "MISTRAL"),
     ("family", "mistral4"): ("families.mistral4", "FAMILY"),
     ("family", "mixtral"): ("families.mixtral", "FAMILY"),
+    ("family", "nemotron_h"): ("families.nemotron_h", "FAMILY"),
     ("family", "olmo2"): ("families.olmo", "OLMO2"),
     ("family", "olmo3"): ("families.olmo", "OLMO3"),
     ("family", "olmoe"): ("families.olmo", "OLMOE"),

@@ -61,3 +61,5 @@ class Family:
     # Prefixes of names in published files, by the prefixes that names have here. The first one that fits is
     # used. `skipped_tensors` reads both.
     prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Adds fields to config.json, with its defaults, that follow from its other fields.
+    complete: Callable[[Mapping], Mapping] = lambda hf: hf
