@@ -52,6 +52,7 @@ GRANITE_SHARED = {
 }
 GRANITE_JOINED = (
     Joined("block_sparse_moe.input_linear.weight", ("experts.gate", "experts.up"), stacked=True),
+    Joined("block_sparse_moe.output_linear.weight", ("experts.down",), stacked=True),
     Joined("shared_mlp.input_linear", ("shared.gate", "shared.up")),
 )
 _DEFAULTS = DEFAULTS | dict(num_local_experts=8, num_experts_per_tok=2)

@@ -69,9 +69,10 @@ class FileSpec(ParamSpec):
         """The name of the tensor whose shape says whether the larger one has inputs first. None: it never
         has.
         """
-        if not self.fused_name or len(self.shape) < 3 or self.interleaved:
+        name = self.fused_name
+        if not name or len(self.shape) < 3 or self.interleaved or not name.endswith("_proj"):
             return None
-        return self.fused_name.replace("gate_up_proj", "down_proj")
+        return name.replace("gate_up_proj", "down_proj")
 
     def has_inputs_first(self, tensors: Any) -> bool:
         """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs
