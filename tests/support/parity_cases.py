@@ -72,6 +72,8 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "hunyuan_v1_moe": "HunYuanMoEV1",
         "minimax_m2": "MiniMaxM2",
         "gpt_oss": "GptOss",
+        "falcon_h1": "FalconH1",
+        "granitemoehybrid": "GraniteMoeHybrid",
         "granitemoe": "GraniteMoe",
         "granitemoeshared": "GraniteMoeShared",
         "lfm2_moe": "Lfm2Moe",
@@ -128,6 +130,15 @@ _LINEAR = dict(
     rms_norm_eps=1e-3,  # less would enlarge rounding errors of outputs near 0: one ulp of the weights by 1e-4
 )  # fmt: skip
 _L = "linear_attention"
+_MAMBA = dict(mamba_d_state=20, mamba_chunk_size=16)
+_FALCON = dict(
+    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8], mlp_multipliers=[0.9, 0.6], ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.4, attention_in_multiplier=1.1, attention_out_multiplier=0.8, key_multiplier=0.7,
+    embedding_multiplier=3.5, lm_head_multiplier=1.7,
+)  # fmt: skip
+_GRANITE = dict(
+    embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=1.5
+)
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
 
 _GEMMA4 = dict(
@@ -474,6 +485,34 @@ _CASES = {
         layers_block_type=["mamba", "moe", "attention", "mlp"], num_hidden_layers=4, num_key_value_heads=1,
         use_conv_bias=False, conv_kernel=3, norm_topk_prob=False, tie_word_embeddings=True,
     ),
+    # bamba: attention in some layers, which rotates a half of each head
+    "bamba-published": _hf("bamba", **_old(1e4), **_MAMBA, attn_layer_indices=[1], rms_norm_eps=1e-5,
+        mamba_d_head="auto", mamba_n_heads=6),
+    "bamba-bias-layer-types-tied": _hf("bamba", **_new(rope_theta=3e4), **_MAMBA, attn_layer_indices=[0, 2],
+        mamba_n_groups=2, mamba_n_heads=4, mamba_d_head=24, mamba_proj_bias=True, attention_bias=True,
+        mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True),
+    # falcon_h1: Mamba-2 and attention side by side, with factors
+    "falcon-h1-published": _hf("falcon_h1", **_old(1e11), **_MAMBA, **_FALCON, mamba_d_ssm=72,
+        mamba_n_heads=6, mamba_d_head=12, rms_norm_eps=1e-5, head_dim=16),
+    "falcon-h1-norm-after-gate-bias": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA,
+        **_FALCON | dict(embedding_multiplier=0.9),
+        mamba_d_ssm=96, mamba_n_heads=4, mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1,
+        tie_word_embeddings=True),
+    "falcon-h1-norm-before-gate": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA, mamba_d_ssm=None,
+        mamba_n_heads=8, mamba_n_groups=4, mamba_rms_norm=True, mamba_conv_bias=False, mamba_d_conv=3),
+    # granitemoehybrid: Granite's factors, Mamba-2 or attention, experts with a shared MLP or this MLP alone
+    "granite-hybrid-published": _hf("granitemoehybrid", **_old(1e4), **_MAMBA, **_GRANITE,
+        layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope", mamba_n_heads=6,
+        mamba_d_head=16, num_local_experts=6, num_experts_per_tok=2, intermediate_size=24,
+        shared_intermediate_size=40, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "granite-hybrid-dense-rope": _hf("granitemoehybrid", **_new(rope_theta=3e4), **_MAMBA, **_GRANITE,
+        layer_types=[_F, _L, _F], position_embedding_type="rope", mamba_n_heads=8, mamba_n_groups=2,
+        num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=56, attention_bias=True,
+        mamba_proj_bias=True, num_key_value_heads=1),
+    "granite-hybrid-attention-alone": _hf("granitemoehybrid", **_new(rope_theta=1e4), **_GRANITE,
+        layer_types=["attention"] * 3, position_embedding_type="rope", num_local_experts=0, mamba_n_heads=3,
+        shared_intermediate_size=80),
     # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
     "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
         partial_rotary_factor=0.5),

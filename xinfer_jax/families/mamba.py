@@ -28,7 +28,7 @@ def read_mamba2(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def write_mamba2(config: ModelConfig) -> dict[str, Any]:
     mixer: Any = config.layers[0].mixer_of(Mamba2Spec.kind)
-    expand = mixer.num_heads * mixer.head_dim / config.hidden_size
+    expand = mixer.num_heads * mixer.head_dim // config.hidden_size
     return write_mixer(mixer, _FIELDS) | dict(expand=expand, layer_norm_epsilon=config.rms_norm_eps)
 
 

@@ -9,14 +9,19 @@ from .family import Joined, Names
 from .values import get_boolean, get_integer, get_number
 
 
-def read_mixer(hf: Mapping, fields: Mapping[str, str], **settings: Any) -> Mamba2Spec:
+def read_mixer(
+    hf: Mapping, fields: Mapping[str, str], *, activation: str = "hidden_act", **settings: Any
+) -> Mamba2Spec:
     """Returns the mixer that config.json describes. Raises InputError if its numbers do not fit together.
 
     Args:
         hf: config.json with the defaults of its family.
         fields: the names of its fields, by the fields of `Mamba2Spec`.
+        activation: the name of the field with the activation of the convolution, which is silu.
         settings: other fields of `Mamba2Spec`.
     """
+    if hf[activation] not in ("silu", "swish"):
+        raise InputError(f"{activation} {format_value(hf[activation])} is not supported: Mamba-2's is 'silu'")
     flags = ("bias", "conv_bias")
     numbers = {field: get_integer(hf, name) for field, name in fields.items() if field not in flags}
     settings = {field: get_boolean(hf, fields[field]) for field in flags} | settings

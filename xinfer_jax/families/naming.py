@@ -69,11 +69,14 @@ class FileSpec(ParamSpec):
         """The name of the tensor whose shape says whether the larger one has inputs first. None: it never
         has.
         """
-        if not self.fused_name or len(self.shape) < 3 or self.interleaved:
+        name = self.fused_name
+        if not name or len(self.shape) < 3 or self.interleaved:
             return None
-        if not self.fused_name.endswith(("gate_up_proj", "down_proj")):
-            return None
-        return self.fused_name.replace("gate_up_proj", "down_proj")
+        return (
+            name.replace("gate_up_proj", "down_proj")
+            if name.endswith(("gate_up_proj", "down_proj"))
+            else None
+        )
 
     def has_inputs_first(self, tensors: Any) -> bool:
         """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs

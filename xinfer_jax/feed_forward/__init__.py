@@ -9,7 +9,8 @@ Reading order:
   each token.
 - `mlp_and_mixture` has both side by side.
 - `ungated_experts` is a mixture of MLPs without gates, which may be latent.
-- `grouped_topk` is a router of another kind. `xielu_mlp` is an MLP with another activation.
+- `grouped_topk` is a router of another kind. `xielu_mlp` is an MLP with another activation, and `scaled_mlp`
+  is an MLP with factors.
 - `attention_and_mlp` is a mixer: attention and an MLP side by side.
 
 Decision: if there are few tokens, only the chosen experts are read. If there are many tokens, each expert is

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from ..config.layer_spec import MixerSpec
 from ..config.run_config import RunConfig
 from ..ops.operation import match_varying_axes, run
-from ..weights.layers import Norm, linear, products
+from ..weights.layers import Norm, linear, products, scaled
 from ..weights.param_specs import Axis, Params, dense, tensor
 from .blocks import BlockDecays, matmul, scan_blocks
 from .convolution import by_group, convolve
@@ -119,10 +119,10 @@ class Mamba2(Mixer):
         before: Norm | None = None,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Recurrent | None]:
-        leaves = [params[name] for name in _PRODUCTS]
+        leaves = [self._input_leaf(params[name]) for name in _PRODUCTS]
         new = products(x_BTD, leaves, before=before, run_config=run_config)
         factors = [self.spec.in_multiplier * factor for factor in self.spec.multipliers]
-        (z_BTI, *new) = [_times(x, factor) for x, factor in zip(new, factors, strict=True)]
+        (z_BTI, *new) = [scaled(x, factor) for x, factor in zip(new, factors, strict=True)]
         between = [*_CONVOLVED, *(f"{name}_bias" for name in _CONVOLVED if self.spec.conv_bias), *_NUMBERS]
         layer = {name: params[name] for name in between}
         operands: dict[str, Any] = dict(products=new, layer=layer, cache=cache)
@@ -133,8 +133,15 @@ class Mamba2(Mixer):
         around: dict[str, Any] = dict(over=run_config.over, run_config=run_config)
         if self.spec.out_multiplier == 1:
             return linear(out_BTI, params["ssm_o"], residual=residual, **around), cache
-        out_BTD = _times(linear(out_BTI, params["ssm_o"], **around), self.spec.out_multiplier)
+        out_BTD = scaled(linear(out_BTI, params["ssm_o"], **around), self.spec.out_multiplier)
         return out_BTD if residual is None else residual + out_BTD, cache
+
+    def _input_leaf(self, leaf: Params) -> Params:
+        """Returns a matrix whose bias the factor of the hidden states, which products get, leaves as it
+        is.
+        """
+        factor = self.spec.in_multiplier
+        return leaf | {"bias": leaf["bias"] / factor} if factor != 1 and "bias" in leaf else leaf
 
     def _gated(
         self, out_BTI: jax.Array, z_BTI: jax.Array, params: Params, run_config: RunConfig
@@ -171,10 +178,6 @@ class Mamba2(Mixer):
         groups = Divided("kv_heads", "groups of Mamba-2", self.spec.n_groups)
         norms = Divided("linear_heads", "groups of the norm of Mamba-2", self.spec.norm_groups)
         return (heads, groups, norms) if self.spec.norm and self.spec.norm_groups > 1 else (heads, groups)
-
-    def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
-        token = jax.ShapeDtypeStruct((rows, self.spec.num_heads * self.spec.head_dim), dtype)
-        return dict.fromkeys(("mamba_step", "mamba_prefill"), (token, params, self.config, cache))
 
 
 def mix_states(
@@ -239,10 +242,6 @@ def _block(state_BNYH: jax.Array, tokens: _Tokens, decays: BlockDecays) -> tuple
     out = decays.from_begin_BNC1 * matmul(c, jnp.swapaxes(state_BNYH, -1, -2)) + matmul(of_pair_BNCC, added)
     written = matmul(jnp.swapaxes(added * decays.to_end_BNC1, -1, -2), b)
     return state_BNYH * decays.from_begin_BNC1[..., -1:, :] + written, out
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _steps(layer: Params, dt_BTN: jax.Array, num_tokens_B: jax.Array) -> jax.Array:

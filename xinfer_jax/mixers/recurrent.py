@@ -27,7 +27,7 @@ Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
 class Recurrent(StateCache):
     """The state of each row."""
 
-    layer_kind = "linear-attention layers"
+    layer_kind = "layers of linear attention or Mamba-2"
 
     # The last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y].
     inputs: Inputs
