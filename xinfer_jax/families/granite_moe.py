@@ -38,12 +38,9 @@ def write_granite_moe_shared(config: ModelConfig) -> dict[str, Any]:
     return write_granite_moe(config) | dict(shared_intermediate_size=experts.shared_intermediate_size)
 
 
-# Published names. `skipped_tensors` knows the names of transformers 5.
-GRANITE_EXPERTS = {
-    "router": "block_sparse_moe.router.layer",
-    "experts.gate": "block_sparse_moe.gate_linear",
-    "experts.up": "block_sparse_moe.up_linear",
-    "experts.down": "block_sparse_moe.output_linear",
+# Published names. `skipped_tensors` knows the names of transformers 5. No file has single experts.
+GRANITE_EXPERTS = {"router": "block_sparse_moe.router.layer"} | {
+    f"experts.{leaf}": f"block_sparse_moe.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
 }
 GRANITE_SHARED = {
     "shared.gate": "shared_mlp.gate_linear",

@@ -70,9 +70,13 @@ class FileSpec(ParamSpec):
         has.
         """
         name = self.fused_name
-        if not name or len(self.shape) < 3 or self.interleaved or not name.endswith("_proj"):
+        if not name or len(self.shape) < 3 or self.interleaved:
             return None
-        return name.replace("gate_up_proj", "down_proj")
+        return (
+            name.replace("gate_up_proj", "down_proj")
+            if name.endswith(("gate_up_proj", "down_proj"))
+            else None
+        )
 
     def has_inputs_first(self, tensors: Any) -> bool:
         """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs
