@@ -3,6 +3,7 @@ are rejected, and long prompts against transformers.
 """
 
 import json
+import math
 
 import family_checks
 import jax
@@ -14,9 +15,12 @@ from safetensors.numpy import load_file
 
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import AttentionSpec, MlpSpec
+from xinfer_jax.estimates.model_shapes import SHAPES
+from xinfer_jax.estimates.plan_estimates import num_weights
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.grouped_topk import GroupedTopkSpec
 from xinfer_jax.mixers.mamba2 import Mamba2Spec
+from xinfer_jax.weights.param_specs import param_specs
 
 pytestmark = pytest.mark.oldest
 
@@ -144,6 +148,24 @@ def test_published_names():
         "backbone.layers.5.mixer.up_proj.weight",
     } <= tensors.keys()  # fmt: skip
     assert tensors["backbone.layers.0.mixer.conv1d.weight"].shape == (96 + 2 * 48, 1, 4)
+
+
+def test_numbers_of_published_models():
+    """All weights, and the weights of a token. Rounded, they are the published ones: 31.6 and 3.6, 8.1, 8.3
+    and 1.6, 1.3 and 0.4 billion.
+    """
+    numbers = {
+        "nemotron-3-nano-30b-a3b": (31_577_940_288, 3_580_076_352),
+        "nemotron-h-8b": (8_100_852_736, 8_100_852_736),
+        "lfm2-8b-a1b": (8_339_930_560, 1_557_740_992),
+        "granite3-1b-a400m": (1_334_628_352, 428_658_688),
+    }
+    for name, (total, used) in numbers.items():
+        config = from_hf(SHAPES[name])
+        experts = [spec for spec in jax.tree.leaves(param_specs(config)) if ".experts." in spec.name]
+        idle = config.num_experts - config.num_experts_per_tok
+        unused = sum(math.prod(spec.shape[1:]) * idle for spec in experts)
+        assert (num_weights(config), num_weights(config) - unused) == (total, used)
 
 
 # --- settings -----------------------------------------------------------------------------------------------
