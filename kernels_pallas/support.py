@@ -65,10 +65,8 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if kernel == "gated_experts" and isinstance(args[1], Mxfp4 | Matrix):
         return _unsupported_quantized_experts(*args)
-    if kernel in _DELTA:
-        return _unsupported_delta(*args) or _too_wide(kernel, args[2])
-    if kernel in _MAMBA:
-        return _unsupported_mamba(*args)
+    if kernel in (*_DELTA, *_MAMBA):
+        return _unsupported_state(kernel, *args)
     if reason := next(filter(None, (too_large(arg) for arg in args if arg is not None)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
@@ -202,18 +200,23 @@ def _stored_by_experts(*matrices: Any) -> str | None:
     return None
 
 
+def _unsupported_state(kernel: str, *args: Any) -> str | None:
+    """Returns the reason why a GPU's kernel does not take linear attention or Mamba-2, or None."""
+    if kernel in _MAMBA:
+        return _unsupported_mamba(*args)
+    if reason := _unsupported_delta(*args):
+        return reason
+    width = max(args[2].state.shape[2:])
+    is_prompt = kernel == "delta_prefill"
+    return f"head width {width} is above {_MOST_WALKED}" if is_prompt and width > _MOST_WALKED else None
+
+
 def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:
     """Returns the reason why no kernel takes a step of linear attention, or None."""
     if reason := _unsupported_dtypes((q,)) or _unsupported_dtypes((taps,)):
         return reason
     others = {*old.state.shape[2:]} - {*_WIDTHS}
     return f"head width {min(others)} is not one of {', '.join(map(str, _WIDTHS))}" if others else None
-
-
-def _too_wide(kernel: str, old: DeltaState) -> str | None:
-    width = max(old.state.shape[2:])
-    is_prompt = kernel == "delta_prefill"
-    return f"head width {width} is above {_MOST_WALKED}" if is_prompt and width > _MOST_WALKED else None
 
 
 def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
@@ -239,10 +242,10 @@ def _unsupported_mamba(x: Any, taps: Any, old: MambaState) -> str | None:
 def _unsupported_mamba_on_tpu(x: Any, taps: Any, old: MambaState) -> str | None:
     if "float16" in (x.dtype, taps.dtype):
         return "dtype float16"
-    size = old.state.shape[3]
+    _, heads, _, size = old.state.shape
     if size < LANES:  # half-empty lanes: XLA stores the state in another order of axes
         return f"state size {size} is less than {LANES}"
-    return None
+    return f"{heads} heads, not a multiple of 8" if heads % 8 else None
 
 
 def _unaligned_slots(kernel: str, kv: SideBySide | Latents) -> str | None:

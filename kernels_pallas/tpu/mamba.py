@@ -5,8 +5,10 @@ A grid step takes some heads of one row, about 1 MiB of its state, which the pip
 before computes. The first step of a row computes its convolutions. Steps of rows without a token have the
 block of a row before or after, so nothing is copied for them (but row 0 if no row has a token).
 
-The state has its S numbers in lanes, and the Y numbers of a head in sublanes. So x is transposed once for all
-heads, and a result is a sum over lanes.
+The state has its S numbers in lanes, and the Y numbers of a head in sublanes. A product with ones puts each
+number of x into all lanes: the matrix unit is idle, and a unit for lanes would be slower than the copies. Its
+factors are three parts of x, so nothing is rounded. Results are summed over sublanes, after a transposition,
+because they are then side by side as the output has them.
 """
 
 from functools import partial
@@ -18,18 +20,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..delta_blocks import split
 from ..dispatch import result_type
 from ..key_layouts import LANES
 from ..reference_mamba import MambaState, MambaToken, MambaWeights, decay_and_dt
 from .delta import VMEM_BYTES, groups_of_heads, rows_on_chip
-from .parts import emulator, keep_in_hbm
+from .parts import dot, emulator, keep_in_hbm
 
 SUBLANES = 8
 _ROWS = 32  # whose tokens are on the chip at once
+_PARTS = 3  # of x
 
 
 class _Refs(NamedTuple):
-    """The operands, results and memory of the kernel, in their order. n heads are in a grid step."""
+    """The operands, results and memory of the kernel, in their order. A chunk has n heads. A product spreads
+    the numbers of 8 heads.
+    """
 
     block: Any  # the row whose state each step has; in scalar memory, as the next two
     start: Any
@@ -39,13 +45,14 @@ class _Refs(NamedTuple):
     old: Any  # `MambaState`: of one row, inputs [1, W, heads, width] or [1, W, width, heads]
     out: Any
     after: Any  # `MambaState`, the same memory as the old one
-    inputs: Any  # of x, b and c: float32 [R, heads, width]
+    inputs: Any  # of x, b and c: float32 [R, heads, width]; D x, when a row is done
     taps: Any  # of x, b and c, then the bias: float32 [W + 2, ...], as the inputs of the state
-    steps: Any  # exp of the decay, and dt: float32 [chunks, R, n]
-    skip: Any  # D: float32 [chunks, 1, n]
-    columns: Any  # x of a row: float32 [chunks, Y, n]
+    steps: Any  # exp of the decay, and dt: float32 [N, R, 128], each number in all lanes
+    skip_NY: Any  # D: float32
+    ones: Any  # bfloat16 [3 · 8, 8 · 128], which spreads x
+    columns: Any  # x of a row, in parts: bfloat16 [N / 8, Y, 3 · 8]
     pair: Any  # b and c of a row: float32 [G, 1, S]
-    results: Any  # float32 [R, N, Y]
+    results: Any  # float32 [N Y / 128, R, 128]
 
 
 def mamba_step(
@@ -58,7 +65,6 @@ def mamba_step(
     B, G, W, S = old.b.shape
     N, Y = old.state.shape[1:3]
     chunks = chunks_of_heads(N, G, 4 * N * Y * S)
-    n = N // chunks
     # XLA stores inputs in these orders of axes, so that few lanes are empty: nothing is copied.
     has_columns = Y % LANES > 0 and N % LANES == 0
     orders = ((0, 2, 3, 1) if has_columns else (0, 2, 1, 3), (0, 2, 1, 3), (0, 2, 1, 3))
@@ -87,17 +93,16 @@ def mamba_step(
         return block[row], g, 0, 0
 
     memory = partial(pltpu.VMEM, dtype=jnp.float32)
-    rows = ((N, Y), (G, S), (G, S))
-    vectors = [memory((R, *shape)) for shape in rows]
+    vectors = [memory((R, *shape)) for shape in ((N, Y), (G, S), (G, S))]
     taps = [memory((W + 2, *x.shape[2:])) for x in old[:3]]
-    state_blocks = [*map(of_row, old[:3]), pl.BlockSpec((1, n, Y, S), of_heads)]
+    ones = pltpu.VMEM((_PARTS * SUBLANES, SUBLANES * LANES), jnp.bfloat16)
+    columns = pltpu.VMEM((N // SUBLANES, Y, _PARTS * SUBLANES), jnp.bfloat16)
+    steps = [memory((N, R, LANES))] * 2
+    results = memory((N * Y // LANES, R, LANES))
+    scratch = [vectors, taps, steps, memory((N, Y)), ones, columns, [memory((G, 1, S))] * 2, results]
+    state_blocks = [*map(of_row, old[:3]), pl.BlockSpec((1, N // chunks, Y, S), of_heads)]
     arrays = jax.tree.leaves((scalars, new, weights))
-    out_type = result_type(new.x.shape, jnp.float32, *arrays, *old)
-    out_types = [out_type, *(result_type(x.shape, x.dtype, *arrays, *old) for x in old)]
-    scratch = [
-        vectors, taps, [memory((chunks, R, n))] * 2, memory((chunks, 1, n)), memory((chunks, Y, n)),
-        [memory((G, 1, S))] * 2, vectors[0],
-    ]  # fmt: skip
+    out_types = [result_type(x.shape, jnp.float32, *arrays, *old) for x in (new.x, *old)]
     structure = jax.tree.structure(_Refs(*scalars, new, weights, old, new.x, old, *scratch))
     out, *after = pl.pallas_call(
         lambda *refs: _kernel(jax.tree.unflatten(structure, refs)),
@@ -133,17 +138,22 @@ def _kernel(refs: _Refs) -> None:
     row = tile * pl.num_programs(1) + r
     pl.when((row == 0) & (chunk == 0))(partial(_prepare_weights, refs))
     pl.when((r == 0) & (chunk == 0))(partial(_prepare, refs))
+    has_token = refs.count[row] > 0
 
     @pl.when((row == 0) & (refs.count[refs.block[0]] == 0))
     def _keep() -> None:  # no row has a token: the block is written back all the same
         for before, after in zip(refs.old, refs.after, strict=True):
             after[...] = before[...]
 
-    @pl.when(refs.count[row] > 0)
+    @pl.when(has_token)
     def _step() -> None:
         begins = refs.start[row] == 0
         pl.when(chunk == 0)(partial(_convolve_row, refs, r, begins))
         _step_heads(refs, r, chunk, begins)
+
+    @pl.when(jnp.logical_not(has_token) & (chunk == 0))
+    def _clear() -> None:
+        refs.inputs[0][r] = jnp.zeros(refs.inputs[0].shape[1:], jnp.float32)
 
     is_last = (r == pl.num_programs(1) - 1) & (chunk == pl.num_programs(2) - 1)
     pl.when(is_last)(partial(_finish, refs))
@@ -156,14 +166,16 @@ def _prepare_weights(refs: _Refs) -> None:
     ):
         (_, heads, width) = inputs.shape
         for w in range(len(to_ref)):
-            row = bias[...] if w == len(taps) else taps[w : w + 1]
+            ref, row = (bias, 0) if w == len(taps) else (taps, w)
             for n in range(heads):
-                inputs[0, n : n + 1] = row[:, n * width : (n + 1) * width].astype(jnp.float32)
+                inputs[0, n : n + 1] = _of_head(ref, n, width, slice(row, row + 1))
             is_row = to_ref.shape[1:] == (heads, width)
             to_ref[w] = inputs[0] if is_row else inputs[0].T
-    (chunks, _, n) = refs.skip.shape
-    for chunk in range(chunks):
-        refs.skip[chunk] = refs.weights.skip_N[:, chunk * n : (chunk + 1) * n].astype(jnp.float32)
+    (N, Y) = refs.skip_NY.shape
+    refs.skip_NY[...] = jnp.broadcast_to(refs.weights.skip_N[...].astype(jnp.float32), (Y, N)).T
+    row, lane = (lax.broadcasted_iota(jnp.int32, refs.ones.shape, axis) for axis in (0, 1))
+    is_of_head = row % SUBLANES == lane // LANES
+    refs.ones[...] = jnp.where(is_of_head, 1.0, 0.0).astype(jnp.bfloat16)
 
 
 def _prepare(refs: _Refs) -> None:
@@ -171,24 +183,36 @@ def _prepare(refs: _Refs) -> None:
     for x_ref, inputs_ref in zip(refs.new[:3], refs.inputs, strict=True):
         (_, heads, width) = inputs_ref.shape
         for n in range(heads):
-            inputs_ref[:, n] = x_ref[:, n * width : (n + 1) * width].astype(jnp.float32)
+            inputs_ref[:, n] = _of_head(x_ref, n, width)
     numbers = refs.new.dt, refs.weights.log_rate_N, refs.weights.dt_bias_N
     decay_RN, dt_RN = decay_and_dt(*(ref[...] for ref in numbers))
     shrink_RN = jnp.exp(decay_RN)
-    (chunks, _, n) = refs.steps[0].shape
-    for chunk in range(chunks):
-        for x_RN, to_ref in zip((shrink_RN, dt_RN), refs.steps, strict=True):
-            to_ref[chunk] = x_RN[:, chunk * n : (chunk + 1) * n]
+    for x_RN, to_ref in zip((shrink_RN, dt_RN), refs.steps, strict=True):
+        for n in range(len(to_ref)):
+            to_ref[n] = jnp.broadcast_to(x_RN[:, n : n + 1], to_ref.shape[1:])
     refs.results[...] = jnp.zeros(refs.results.shape, jnp.float32)
 
 
+def _of_head(ref: Any, n: int, width: int, rows: Any = slice(None)) -> jax.Array:  # noqa: B008
+    """Returns the numbers of head n in some rows, float32 [rows, width]. They are rotated before others put
+    them into rows: the compiler would rotate each row.
+    """
+    offset = n * width % LANES
+    first = n * width - offset
+    x = ref[rows, first : first + max(width, LANES)].astype(jnp.float32)
+    return pltpu.roll(x, LANES - offset, 1)[:, :width] if offset else x[:, :width]
+
+
 def _convolve_row(refs: _Refs, r: Any, begins: Any) -> None:
-    """Stores x, b and c of row r of a tile after the convolution. Moves its inputs by one."""
+    """Stores x, b and c of row r of a tile after the convolution, and D x. Moves its inputs by one."""
     x, b_GS, c_GS = (_convolve(refs, i, r, begins) for i in range(3))
-    (chunks, Y, n) = refs.columns.shape
-    x_YN = x if x.shape == (Y, chunks * n) else x.T
-    for chunk in range(chunks):
-        refs.columns[chunk] = x_YN[:, chunk * n : (chunk + 1) * n]
+    x_NY = x if x.shape == refs.skip_NY.shape else x.T
+    refs.inputs[0][r] = x_NY * refs.skip_NY[...]
+    parts = [part.astype(jnp.float32) for part in split(x_NY)]
+    for i in range(len(refs.columns)):
+        heads = slice(i * SUBLANES, (i + 1) * SUBLANES)
+        rows = jnp.concatenate([part[heads] for part in parts], 0)
+        refs.columns[i] = rows.T.astype(jnp.bfloat16)
     for x_GS, to_ref in zip((b_GS, c_GS), refs.pair, strict=True):
         for group in range(len(x_GS)):
             to_ref[group] = x_GS[group : group + 1]
@@ -214,28 +238,41 @@ def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:
 
 def _step_heads(refs: _Refs, r: Any, chunk: Any, begins: Any) -> None:
     """Writes the states of a chunk of heads of row r of a tile after its token, and their results."""
-    (_, Y, n) = refs.columns.shape
-    x_Yn = refs.columns[chunk]
-    shrink_1n, dt_1n = (ref[chunk, pl.ds(r, 1)] for ref in refs.steps)
-    written_Yn = dt_1n * x_Yn
-    lane_Yn = lax.broadcasted_iota(jnp.int32, (Y, n), 1)
-    results_Yn = refs.skip[chunk] * x_Yn
-    heads = len(refs.columns) * n // len(refs.pair[0])  # of a group
+    (_, n, Y, S) = refs.old.state.shape
+    heads = len(refs.steps[0]) // len(refs.pair[0])  # of a group
+    first = chunk * (n * Y // LANES)  # of the chunk's results
+    terms: list[jax.Array] = []  # [Y, 128], whose sums over lanes are results
     for m in range(n):
+        if m % SUBLANES == 0:
+            eight = chunk * (n // SUBLANES) + m // SUBLANES
+            x_Y8L = dot(refs.columns[eight], refs.ones[...], 0)
         if m % heads == 0:
             group = (chunk * n + m) // heads
             b_1S, c_1S = (ref[group] for ref in refs.pair)
-        column = slice(m, m + 1)
-        state_YS = jnp.where(begins, 0, refs.old.state[0, m])
-        state_YS = state_YS * shrink_1n[:, column] + written_Yn[:, column] * b_1S
+        shrink_1S, dt_1S = (
+            jnp.concatenate([ref[chunk * n + m, pl.ds(r, 1)]] * (S // LANES), 1) for ref in refs.steps
+        )
+        lanes = slice(m % SUBLANES * LANES, (m % SUBLANES + 1) * LANES)
+        x_YS = jnp.concatenate([x_Y8L[:, lanes]] * (S // LANES), 1)
+        state_YS = jnp.where(begins, 0, refs.old.state[0, m]) * shrink_1S + x_YS * (dt_1S * b_1S)
         refs.after.state[0, m] = state_YS
-        result_Y1 = (state_YS * c_1S).sum(-1, keepdims=True)
-        results_Yn += jnp.where(lane_Yn == m, result_Y1, 0)
-    refs.results[r, pl.ds(pl.multiple_of(chunk * n, SUBLANES), n)] = results_Yn.T
+        result_YS = state_YS * c_1S
+        terms.append(sum(result_YS[:, i : i + LANES] for i in range(0, S, LANES)))
+        if len(terms) * Y >= LANES:
+            rows = jnp.concatenate(terms, 0)
+            for i in range(0, len(rows), LANES):
+                at = first + ((m + 1) * Y - len(rows) + i) // LANES
+                refs.results[at, pl.ds(r, 1)] = rows[i : i + LANES].T.sum(0, keepdims=True)
+            terms = []
 
 
 def _finish(refs: _Refs) -> None:
-    """Puts the results of all rows of a tile side by side."""
-    (_, heads, Y) = refs.results.shape
-    for n in range(heads):
-        refs.out[:, n * Y : (n + 1) * Y] = refs.results[:, n]
+    """Adds D x to the results of all rows of a tile."""
+    (_, _, Y) = refs.inputs[0].shape
+    for i in range(len(refs.results)):
+        lanes = slice(i * LANES, (i + 1) * LANES)
+        heads = range(i * LANES // Y, max(1, LANES // Y) + i * LANES // Y)
+        terms = [refs.inputs[0][:, n] for n in heads]
+        first = i * LANES % Y
+        added = jnp.concatenate(terms, 1)[:, first : first + LANES]
+        refs.out[:, lanes] = refs.results[i] + added

@@ -39,9 +39,7 @@ def arrays(N, Y, G, S, W, dtype, start, count, tokens=None, seed=0):  # noqa: PL
 @cache
 def program(name, impl):
     """The kernel of this name; impl None: its reference."""
-    return jax.jit(
-        partial(kernels_pallas.run_kernel, impl, name) if impl else getattr(reference_mamba, name)
-    )
+    return jax.jit(partial(kernels_pallas.run_kernel, impl, name) if impl else getattr(reference_mamba, name))
 
 
 def assert_equals_reference(name, impl, args, limit=1e-5):
