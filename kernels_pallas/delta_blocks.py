@@ -92,7 +92,17 @@ def system(
         beta_C1: strengths of the writes.
         offset: the distance by which the first row is below the first column.
     """
-    row, column = (lax.broadcasted_iota(jnp.int32, keys_CC.shape, axis) for axis in (0, 1))
-    row += offset
-    between_CC = jnp.exp(jnp.where(row >= column, decay_between(total_C1, total_1C), -jnp.inf))
-    return jnp.where(row > column, beta_C1 * keys_CC * between_CC, 0), queries_CC * between_CC
+    distance_CC = distances(keys_CC.shape, offset)
+    between_CC = decays_within(distance_CC, total_C1, total_1C)
+    return jnp.where(distance_CC > 0, beta_C1 * keys_CC * between_CC, 0), queries_CC * between_CC
+
+
+def distances(shape: tuple[int, ...], offset: int = 0) -> jax.Array:
+    """Returns by how many tokens each row is after each column. offset: by how many the first ones are."""
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return row + offset - column
+
+
+def decays_within(distance_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay) -> jax.Array:
+    """Returns the decay from the token of each column to the token of each row, 0 if that is before it."""
+    return jnp.exp(jnp.where(distance_CC >= 0, decay_between(total_C1, total_1C), -jnp.inf))

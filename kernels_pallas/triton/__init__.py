@@ -9,4 +9,5 @@ from .delta_prompts import delta_prefill as delta_prefill
 from .experts import gated_experts as gated_experts
 from .logits import summarize_logits as summarize_logits
 from .mamba import mamba_step as mamba_step
+from .mamba_prompts import mamba_prefill as mamba_prefill
 from .products import product as product

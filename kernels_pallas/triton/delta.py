@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, gated, rounded, unit
-from .convolution import Convolution
-from .delta_prompts import call_kernel
+from .recurrent import Convolution, call_kernel
 
 _TILE = 2**13  # numbers of the state that a program has at once
 _COLUMNS = 64  # of these at most

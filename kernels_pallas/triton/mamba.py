@@ -23,8 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..reference_mamba import MambaState, MambaToken, MambaWeights, decay_and_dt
-from .convolution import Convolution
-from .delta_prompts import call_kernel
+from .recurrent import Convolution, call_kernel
 
 _TILE = 2**12  # numbers of the state that a program has
 _LINE = 32  # float32 numbers of a line of memory: the least columns of x that a program has

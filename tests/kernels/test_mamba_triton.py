@@ -1,7 +1,5 @@
 """Mamba-2 by kernels of Triton, interpreted, against their reference: decode steps and prompts."""
 
-import jax
-import jax.numpy as jnp
 import mamba_cases
 import numpy as np
 import pytest
@@ -34,3 +32,19 @@ def test_step(name):
 @pytest.mark.full
 def test_another_row_changes_no_bit_of_a_step():
     mamba_cases.assert_rows_are_alone("mamba_step", IMPL, arrays(*STEPS["ragged"]))
+
+
+# As above, then valid tokens of each row, and tokens.
+PROMPTS = {
+    "ragged": (1, 2, 64, 64, 3, F32, (5, 0, 7, 0), (70, 3, 0, 65), 70),
+    "several-blocks": (2, 6, 128, 128, 1, F32, (64, 0), (257, 0), 300),
+    "bf16": (1, 5, 64, 256, 3, BF16, (64,), (64,), 64),
+}
+
+
+@pytest.mark.parametrize("name", full_except(["ragged"], PROMPTS))
+def test_prompts(name):
+    """The order of sums is another one than that of the reference. Past the length are zeros."""
+    args = arrays(*PROMPTS[name])
+    out = mamba_cases.assert_equals_reference("mamba_prefill", IMPL, args, by_largest=True)
+    assert not out[np.arange(out.shape[1]) >= args[-1][:, None]].any()
