@@ -50,7 +50,7 @@ def program_parts(config: Any, chunk_tokens: int, rows: int, row_bytes: int) -> 
     heads = config.num_attention_heads
     width = config.hidden_size
     widest = max(2 * heads * _KEYS, 3 * config.intermediate_size)
-    head_width = max(config.head_dim, *(x.fits[1] for x in config.cached_mixers if x.has_keys))
+    head_width = max([config.head_dim, *(x.fits[1] for x in config.cached_mixers if x.has_keys)])
     hidden = (config.num_hidden_layers + 3) * width + 2 * heads * head_width
     prefill = 4 * chunk_tokens * (widest + hidden) + 3 * width * config.intermediate_size // 2
     logits = rows * config.vocab_size

@@ -26,6 +26,7 @@ from .markdown import code, table
 PUBLISHED = {
     "apertus": "Apertus-8B, -70B",
     "arcee": "AFM-4.5B",
+    "bamba": "Bamba-9B-v1, -v2",
     "bitnet": "bitnet-b1.58-2B-4T",
     "cohere2": "c4ai-command-r7b, c4ai-command-a",
     "deepseek_v2": "DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-Coder-V2",
@@ -34,6 +35,7 @@ PUBLISHED = {
     "ernie4_5": "ERNIE-4.5-0.3B",
     "ernie4_5_moe": "ERNIE-4.5-21B-A3B, -300B-A47B",
     "exaone4": "EXAONE-4.0-1.2B, -32B",
+    "falcon_h1": "Falcon-H1-0.5B, -1.5B, -1.5B-Deep, -3B, -7B, -34B",
     "gemma": "gemma-2b, -7b",
     "gemma2": "gemma-2-2b, -9b, -27b",
     "gemma3_text": "gemma-3-270m, -1b; the text of gemma-3-4b, -12b, -27b; embeddinggemma-300m (vectors"
@@ -46,8 +48,11 @@ PUBLISHED = {
     "glm4_moe_lite": "GLM-4.7-Flash",
     "gpt_oss": "gpt-oss-20b, -120b",
     "granite": "granite-3.0 to 3.3 (2b, 8b)",
+    "granitemoehybrid": "granite-4.0-h-350m, -h-1b, -h-micro, -h-tiny, -h-small; granite-4.0-350m, -1b,"
+    " -micro",
     "hunyuan_v1_dense": "Hunyuan-0.5B, -1.8B, -4B, -7B",
     "hunyuan_v1_moe": "Hunyuan-A13B",
+    "mamba2": "Mamba-2 130M to 2.7B, Codestral-Mamba-7B (with the tensor names of transformers)",
     "lfm2": "LFM2-350M, -700M, -1.2B, -2.6B; LFM2.5-1.2B",
     "llama": "Llama-2, Llama-3, 3.1, 3.2 (text) and 3.3; SmolLM2",
     "minicpm3": "MiniCPM3-4B",
@@ -189,4 +194,4 @@ def kernels_of(config: ModelConfig, device: Card | Tpu) -> tuple[str, ...]:
         used = xj.kernels_used(
             device_weights(config, "bfloat16", 1), config, rows=_ROWS, cache_dtype="bfloat16"
         )
-    return tuple(kernel for kernel in _ATTENTION if used[kernel].impl != "xla")
+    return tuple(kernel for kernel in _ATTENTION if kernel in used and used[kernel].impl != "xla")

@@ -86,7 +86,7 @@ def test_shard_map_on_two_devices():
         "odd_vocabulary odd_formats odd_tree_of_a_user tensors_by_name explicit_axes resharded",
         "an_engine caches int8_activations kernels experts rows_over_data training adapters taps draft_heads",
         "collectives_of_a_layer collectives_of_sampling qwen2-8 gpt_oss-4 olmo3-2 gemma4-4 glm4_moe-4 lfm2-8"
-        " deepseek_v3-2 deepseek_v3-8",
+        " mamba2-8 deepseek_v3-2 deepseek_v3-8",
         "heads",
         pytest.param(OTHERS, marks=pytest.mark.soak, id="other families"),
     ],

@@ -24,7 +24,7 @@ COUNT = sum(LENGTHS) - len(LENGTHS)  # of the scores of a mean
 FAMILIES = (
     "qwen2-gqa-tied-old", "moe-some-layers-dense", "gemma2-long-caps", "gemma4-experts", "gemma4-shared-kv",
     "gpt-oss-published", "phi3-defaults", "bitnet-defaults", "qwen3-next-sparse-step", "glm4-moe-groups",
-    "lfm2-bias-untied-layer-types", "deepseek-v3-yarn-groups",
+    "lfm2-bias-untied-layer-types", "deepseek-v3-yarn-groups", "mamba2-groups",
 )  # fmt: skip
 LAST = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
 OTHERS = sorted({*LAST.values()} - {*FAMILIES})

@@ -14,6 +14,7 @@ import numpy as np
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.families.naming import FileSpec, file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.families.skipped_tensors import text_name
 from xinfer_jax.weights.params import Params
 
 VOCAB = 96
@@ -71,6 +72,12 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "hunyuan_v1_moe": "HunYuanMoEV1",
         "minimax_m2": "MiniMaxM2",
         "gpt_oss": "GptOss",
+        "falcon_h1": "FalconH1",
+        "granitemoehybrid": "GraniteMoeHybrid",
+        "granitemoe": "GraniteMoe",
+        "granitemoeshared": "GraniteMoeShared",
+        "lfm2_moe": "Lfm2Moe",
+        "nemotron_h": "NemotronH",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
         "qwen3_5_moe_text": "Qwen3_5Moe",
@@ -108,6 +115,10 @@ _GROUPS = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, head_dim=16
 )
 _LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
+_NEMOTRON = _GROUPS | dict(
+    mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=24, layer_norm_epsilon=1e-5,
+    moe_shared_expert_intermediate_size=36, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
+)  # fmt: skip
 _YARN40 = dict(
     type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0,
     beta_fast=32, beta_slow=1,
@@ -119,6 +130,15 @@ _LINEAR = dict(
     rms_norm_eps=1e-3,  # less would enlarge rounding errors of outputs near 0: one ulp of the weights by 1e-4
 )  # fmt: skip
 _L = "linear_attention"
+_MAMBA = dict(mamba_d_state=20, mamba_chunk_size=16)
+_FALCON = dict(
+    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8], mlp_multipliers=[0.9, 0.6], ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.4, attention_in_multiplier=1.1, attention_out_multiplier=0.8, key_multiplier=0.7,
+    embedding_multiplier=3.5, lm_head_multiplier=1.7,
+)  # fmt: skip
+_GRANITE = dict(
+    embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=1.5
+)
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
 
 _GEMMA4 = dict(
@@ -426,6 +446,73 @@ _CASES = {
         "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # mamba2: a state alone in each layer
+    "mamba2-groups": _hf(
+        "mamba2", num_heads=6, head_dim=16, state_size=24, n_groups=2, chunk_size=16, layer_norm_epsilon=1e-5
+    ),
+    "mamba2-bias-tied": _hf(
+        "mamba2", num_heads=8, head_dim=12, state_size=16, n_groups=1, conv_kernel=3, use_bias=True,
+        use_conv_bias=False, tie_word_embeddings=True,
+    ),
+    # lfm2_moe: experts by sigmoid scores with a bias after some layers with an MLP
+    "lfm2-moe-published-tied": _hf(
+        "lfm2_moe", **_old(1e4), **_MOE | dict(num_experts=8, num_experts_per_tok=3), num_dense_layers=1,
+        layer_types=["conv", _F, "conv", "conv"], num_hidden_layers=4, norm_eps=1e-5, use_expert_bias=True,
+    ),
+    "lfm2-moe-no-bias-untied": _hf(
+        "lfm2_moe", **_new(rope_theta=3e4), **_MOE, num_dense_layers=0, layer_types=["conv", _F, "conv"],
+        conv_bias=True, conv_L_cache=5, use_expert_bias=False, norm_topk_prob=False,
+        routed_scaling_factor=1.5, tie_word_embeddings=False, num_key_value_heads=1,
+    ),
+    # granitemoe: the matrices of all experts in one tensor; granitemoeshared: an MLP beside them
+    "granitemoe-published-tied": _hf("granitemoe", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
+        intermediate_size=24, tie_word_embeddings=True, embedding_multiplier=1.5, residual_multiplier=1.4,
+        attention_multiplier=0.3, logits_scaling=0.5),
+    "granitemoe-bias-untied": _hf("granitemoe", **_new("llama3", 1e5, **_LLAMA3), num_local_experts=5,
+        num_experts_per_tok=3, intermediate_size=40, attention_bias=True, num_key_value_heads=1,
+        embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=3),
+    "granitemoeshared-tied": _hf("granitemoeshared", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
+        intermediate_size=24, shared_intermediate_size=20, tie_word_embeddings=True,
+        embedding_multiplier=1.5, residual_multiplier=1.4, attention_multiplier=0.3, logits_scaling=0.5),
+    "granitemoeshared-no-shared": _hf("granitemoeshared", **_new(rope_theta=3e4), num_local_experts=4,
+        num_experts_per_tok=4, intermediate_size=40, shared_intermediate_size=0, attention_multiplier=0.3),
+    # nemotron_h: one mixer or one feed-forward in each layer; experts without gates, and latent ones
+    "nemotron-h-published": _hf(
+        "nemotron_h", **_NEMOTRON, hybrid_override_pattern="ME*ME-", num_hidden_layers=6, moe_latent_size=20,
+    ),
+    "nemotron-h-bias-tied-no-latent": _hf(
+        "nemotron_h", **_NEMOTRON | dict(n_group=1, topk_group=1, n_groups=1), mlp_bias=True, use_bias=True,
+        layers_block_type=["mamba", "moe", "attention", "mlp"], num_hidden_layers=4, num_key_value_heads=1,
+        use_conv_bias=False, conv_kernel=3, norm_topk_prob=False, tie_word_embeddings=True,
+    ),
+    # bamba: attention in some layers, which rotates a half of each head
+    "bamba-published": _hf("bamba", **_old(1e4), **_MAMBA, attn_layer_indices=[1], rms_norm_eps=1e-5,
+        mamba_d_head="auto", mamba_n_heads=6),
+    "bamba-bias-layer-types-tied": _hf("bamba", **_new(rope_theta=3e4), **_MAMBA, attn_layer_indices=[0, 2],
+        mamba_n_groups=2, mamba_n_heads=4, mamba_d_head=24, mamba_proj_bias=True, attention_bias=True,
+        mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True),
+    # falcon_h1: Mamba-2 and attention side by side, with factors
+    "falcon-h1-published": _hf("falcon_h1", **_old(1e11), **_MAMBA, **_FALCON, mamba_d_ssm=72,
+        mamba_n_heads=6, mamba_d_head=12, rms_norm_eps=1e-5, head_dim=16),
+    "falcon-h1-norm-after-gate-bias": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA,
+        **_FALCON | dict(embedding_multiplier=0.9),
+        mamba_d_ssm=96, mamba_n_heads=4, mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1,
+        tie_word_embeddings=True),
+    "falcon-h1-norm-before-gate": _hf("falcon_h1", **_new(rope_theta=1e4), **_MAMBA, mamba_d_ssm=None,
+        mamba_n_heads=8, mamba_n_groups=4, mamba_rms_norm=True, mamba_conv_bias=False, mamba_d_conv=3),
+    # granitemoehybrid: Granite's factors, Mamba-2 or attention, experts with a shared MLP or this MLP alone
+    "granite-hybrid-published": _hf("granitemoehybrid", **_old(1e4), **_MAMBA, **_GRANITE,
+        layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope", mamba_n_heads=6,
+        mamba_d_head=16, num_local_experts=6, num_experts_per_tok=2, intermediate_size=24,
+        shared_intermediate_size=40, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "granite-hybrid-dense-rope": _hf("granitemoehybrid", **_new(rope_theta=3e4), **_MAMBA, **_GRANITE,
+        layer_types=[_F, _L, _F], position_embedding_type="rope", mamba_n_heads=8, mamba_n_groups=2,
+        num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=56, attention_bias=True,
+        mamba_proj_bias=True, num_key_value_heads=1),
+    "granite-hybrid-attention-alone": _hf("granitemoehybrid", **_new(rope_theta=1e4), **_GRANITE,
+        layer_types=["attention"] * 3, position_embedding_type="rope", num_local_experts=0, mamba_n_heads=3,
+        shared_intermediate_size=80),
     # glm, glm4: interleaved RoPE of a part of each head; glm4 also norms after attention and MLP
     "glm-published": _hf("glm", **_old(1e4), attention_bias=True, head_dim=16, rms_norm_eps=1e-5,
         partial_rotary_factor=0.5),
@@ -611,6 +698,7 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
     state = {name.replace("mlp.gate.moe_statics", "mlp.moe_statics"): x for name, x in state.items()}
+    state = {text_name(name) or name: x for name, x in state.items()}
 
     def part(spec: FileSpec) -> np.ndarray:
         if spec.fused_name is None:
@@ -665,7 +753,10 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
             state.setdefault(name, torch.zeros_like(empty))
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
+    of_model = {
+        text_name(name): name for name in model.state_dict()
+    }  # some have "backbone" in place of "model"
+    model.load_state_dict({of_model.get(name, name): x for name, x in state.items()}, strict=True)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model
 
@@ -697,8 +788,8 @@ def hf_greedy(
 
 def _forget_length(model: Any) -> None:
     """Resets rope type dynamic, which keeps the frequencies of the longest sequence so far."""
-    rotary = model.model.rotary_emb
-    if isinstance(rotary.rope_type, dict):  # one for each kind of layer; none of them dynamic
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None or isinstance(rotary.rope_type, dict):  # none, or one for each kind of layer
         return
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.clone()

@@ -4,6 +4,7 @@ A token is computed by its chosen experts only, forwards and backwards, and each
 has tiles. Here C are the choices of all tokens, R the rows of a tile.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config.model_config import ModelConfig
-from ..feed_forward.experts import expert_at, expert_output, inner_activation, num_local_experts
+from ..feed_forward.experts import (
+    expert_at,
+    expert_output,
+    inner_activation,
+    input_matrices,
+    num_local_experts,
+)
 from ..modes import in_default_modes
 from ..ops.operation import by_position, match_varying_axes
 from ..ops.product import float_precision
@@ -133,35 +140,36 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
 
 @in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """Returns the output, and the values that the backward pass needs: the operands, and gate and up of each
-    choice, [C, F].
+    """Returns the output, and the values that the backward pass needs: the operands, and for each choice the
+    products with `input_matrices`, [C, F].
     """
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
     inner = inner_activation(config)
     C = len(tiles.token_C)
-    F = experts["gate"]["weight"].shape[1]
+    F = experts["up"]["weight"].shape[1]
 
     def step(expert: Any, first: Any, carry: Any) -> Any:
         token_R = lax.dynamic_slice_in_dim(tiles.token_C, first, rows)
         tree = expert_at(expert, experts)
-        gate_RF, up_RF = products(x_MD[token_R], [tree["gate"], tree["up"]])
-        (out_RD,) = products(inner(gate_RF, up_RF), [tree["down"]], dtype=jnp.dtype(jnp.float32))
+        new = products(x_MD[token_R], input_matrices(tree))
+        (out_RD,) = products(inner(*new), [tree["down"]], dtype=jnp.dtype(jnp.float32))
         sum_MD, *kept = carry
         put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         sum_MD = _add_weighted(sum_MD, out_RD, weight_MU, tiles, expert, first)
-        return sum_MD, *map(put, kept, (gate_RF, up_RF))
+        return sum_MD, *map(put, kept, new)
 
-    starts = jnp.zeros(x_MD.shape, jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in range(2))
+    inputs = input_matrices(experts)
+    starts = jnp.zeros(x_MD.shape, jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in inputs)
     starts = match_varying_axes(starts, x_MD, expert_MU, experts)
-    out_MD, gate_CF, up_CF = _for_each_tile(tiles, rows, step, *starts)
-    return out_MD, (x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF)
+    out_MD, *kept = _for_each_tile(tiles, rows, step, *starts)
+    return out_MD, (x_MD, weight_MU, expert_MU, experts, kept)
 
 
 @in_default_modes
 def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
     """Returns the cotangents of the operands. The cotangents of experts are summed in float32."""
-    x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF = residuals
+    x_MD, weight_MU, expert_MU, experts, kept = residuals
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
     weight_C = weight_MU.reshape(-1)
@@ -174,17 +182,18 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
         valid_R = first + jnp.arange(rows) < tiles.stop_X[expert]
         weight_R = jnp.where(valid_R, weight_C[cut(tiles.choice_C)], 0)
         tree = expert_at(expert, experts)
-        inner_RF, inner_vjp = jax.vjp(inner_activation(config), cut(gate_CF), cut(up_CF))
+        inner_RF, inner_vjp = jax.vjp(inner_activation(config), *map(cut, kept))
         out_bar_RD = out_bar_MD[token_R]
         unweighted_RF = _product(out_bar_RD, tree["down"]["weight"])
         weight_bar_R = (inner_RF * unweighted_RF).astype(jnp.float32).sum(1)
         if "bias" in tree["down"]:
             weight_bar_R += (out_bar_RD * tree["down"]["bias"]).astype(jnp.float32).sum(1)
         down_bar_RD = out_bar_RD * weight_R[:, None].astype(x_MD.dtype)
-        gate_bar_RF, up_bar_RF = inner_vjp(unweighted_RF * weight_R[:, None].astype(x_MD.dtype))
-        x_bar_RD = _product(gate_bar_RF, tree["gate"]["weight"]) + _product(up_bar_RF, tree["up"]["weight"])
+        bars = inner_vjp(unweighted_RF * weight_R[:, None].astype(x_MD.dtype))
+        back = (_product(bar, leaf["weight"]) for bar, leaf in zip(bars, input_matrices(tree), strict=True))
+        x_bar_RD = functools.reduce(jnp.add, back)
         x_RD = x_MD[token_R]
-        parts = dict(gate=(gate_bar_RF, x_RD), up=(up_bar_RF, x_RD), down=(down_bar_RD, inner_RF))
+        parts = dict(up=(bars[-1], x_RD), gate=(bars[0], x_RD), down=(down_bar_RD, inner_RF))
 
         def add(name: str, kind: str, total: jax.Array) -> jax.Array:
             bar, inputs = parts[name]

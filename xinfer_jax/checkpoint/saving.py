@@ -18,7 +18,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import TensorOfLeaves, plan_tensors, specs_and_leaves
 from ..families.draft_heads import mtp_spec, write_draft_head
-from ..families.naming import TIED, FileSpec, file_specs
+from ..families.naming import TIED, FileSpec, file_specs, published_name
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
@@ -268,7 +268,10 @@ def _tensors(
     if lost := lost - other_tensors(lost):
         raise InputError(f"like: it has tensors that the model lacks: {format_names(sorted(lost))}")
     norm = file_specs(config)["final_norm"].hf_name
-    named = {_name_like(original, name, norm): tensor for name, tensor in tensors.items()}
+    if kept:
+        named = {_name_like(original, name, norm): tensor for name, tensor in tensors.items()}
+    else:
+        named = {published_name(config, name): tensor for name, tensor in tensors.items()}
     return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}, quantization
 
 

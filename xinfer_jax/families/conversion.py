@@ -20,7 +20,7 @@ from ..weights.layout import partition_specs, shardings
 from ..weights.param_specs import leaf_name
 from ..weights.params import Params, ParamSpec, check_params, param_specs, resolve_dtype
 from ..weights.quantized_weight import is_quantized
-from .naming import TIED, FileSpec, file_specs
+from .naming import TIED, FileSpec, file_specs, published_name
 from .skipped_tensors import text_name, unused_names
 
 Shape = tuple[int, ...]
@@ -60,7 +60,10 @@ def param_names(config: ModelConfig) -> list[ParamName]:
         config: the config of the model.
     """
     specs = jax.tree.leaves(file_specs(config))
-    return [ParamName(spec.name, spec.published_name, spec.shape, spec.axes) for spec in specs]
+    return [
+        ParamName(spec.name, published_name(config, spec.published_name), spec.shape, spec.axes)
+        for spec in specs
+    ]
 
 
 @in_default_modes
@@ -84,7 +87,8 @@ def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
     specs, leaves = specs_and_leaves(params, config)
     if quantized := [spec.name for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)]:
         raise InputError(f"only float parameters have tensors; quantized: {format_names(quantized, _SHOWN)}")
-    return {name: tensor.make(lambda leaf: leaf) for name, tensor in plan_tensors(specs, leaves).items()}
+    tensors = plan_tensors(specs, leaves)
+    return {published_name(config, name): tensor.make(lambda leaf: leaf) for name, tensor in tensors.items()}
 
 
 class TensorOfLeaves(NamedTuple):

@@ -25,6 +25,14 @@ class Joined:
     is_published: bool = True  # published files have it; False: they have its leaves, and it is read too
 
 
+# Prefixes of families whose files have the model as "backbone".
+BACKBONE = {
+    "model.embed_tokens.": "backbone.embeddings.",
+    "model.norm.": "backbone.norm_f.",
+    "model.": "backbone.",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Names:
     """The places of the leaves of a layer in the files, if they differ from `naming.NAMES`."""
@@ -50,3 +58,8 @@ class Family:
     # Of the names of a checkpoint's tensors those that change nothing and that no other family has.
     unused: Callable[[ModelConfig, Collection[str]], set[str]] = lambda config, names: set()
     draft_head: MtpNames = QWEN_MTP  # the style of its heads for multi-token prediction
+    # Prefixes of names in published files, by the prefixes that names have here. The first one that fits is
+    # used. `skipped_tensors` reads both.
+    prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Adds fields to config.json, with its defaults, that follow from its other fields.
+    complete: Callable[[Mapping], Mapping] = lambda hf: hf

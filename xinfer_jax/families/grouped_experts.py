@@ -38,10 +38,10 @@ def with_grouped_experts(
         sparse = [i >= dense for i in range(len(layers))]
     if not any(sparse):  # config.json may lack the sizes of experts
         return layers
-    return with_experts(layers, sparse, _read_grouped_experts(hf, **router_fields))
+    return with_experts(layers, sparse, read_grouped_experts(hf, **router_fields))
 
 
-def _read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
+def read_grouped_experts(hf: Mapping, **router_fields: Any) -> ExpertsSpec:
     """Returns the experts. router_fields: as in `with_grouped_experts`."""
     experts = get_integer(hf, "n_routed_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
@@ -83,11 +83,16 @@ def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
     dense = sum(layer.experts is None for layer in config.layers)
     settings: dict[str, Any] = dict(first_k_dense_replace=dense)
     if experts := config.experts:
-        router: Any = experts.router
-        settings |= {name: getattr(router, name) for name in _ROUTER} | dict(
-            n_routed_experts=experts.num_experts,
-            num_experts_per_tok=experts.num_experts_per_tok,
-            moe_intermediate_size=experts.intermediate_size,
-            n_shared_experts=experts.shared_intermediate_size // experts.intermediate_size,
-        )
+        shared = experts.shared_intermediate_size // experts.intermediate_size
+        settings |= write_router_and_sizes(experts) | dict(n_shared_experts=shared)
     return settings
+
+
+def write_router_and_sizes(experts: ExpertsSpec) -> dict[str, Any]:
+    """Returns the inverse of `read_grouped_experts`, without the experts that all tokens use."""
+    router: Any = experts.router
+    return {name: getattr(router, name) for name in _ROUTER} | dict(
+        n_routed_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        moe_intermediate_size=experts.intermediate_size,
+    )

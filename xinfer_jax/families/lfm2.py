@@ -78,7 +78,7 @@ def write_lfm2(config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-_LEAVES = dict(
+LEAVES = dict(
     final_norm="model.embedding_norm.weight", attn_norm="operator_norm.weight", mlp_norm="ffn_norm.weight",
     gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2",
 )  # fmt: skip
@@ -93,6 +93,7 @@ _JOINED = (
     Joined("conv.in_proj", ("conv_b", "conv_c", "conv_x")),
     Joined("conv.conv.weight", ("conv_taps",), axes_of_leaves=(0, None, 1)),
 )
+MIXER_NAMES = {AttentionSpec.kind: Names(_ATTENTION), ShortConvSpec.kind: Names(_CONVOLUTION, _JOINED)}
 FAMILY = Family(
     dict(
         intermediate_size=12288, num_key_value_heads=8, max_position_embeddings=128000, rope_theta=1e6,
@@ -102,6 +103,6 @@ FAMILY = Family(
     read_lfm2,
     "Lfm2ForCausalLM",
     write_lfm2,
-    Names(_LEAVES),
-    {AttentionSpec.kind: Names(_ATTENTION), ShortConvSpec.kind: Names(_CONVOLUTION, _JOINED)},
+    Names(LEAVES),
+    MIXER_NAMES,
 )  # fmt: skip

@@ -69,9 +69,14 @@ class FileSpec(ParamSpec):
         """The name of the tensor whose shape says whether the larger one has inputs first. None: it never
         has.
         """
-        if not self.fused_name or len(self.shape) < 3 or self.interleaved:
+        name = self.fused_name
+        if not name or len(self.shape) < 3 or self.interleaved:
             return None
-        return self.fused_name.replace("gate_up_proj", "down_proj")
+        return (
+            name.replace("gate_up_proj", "down_proj")
+            if name.endswith(("gate_up_proj", "down_proj"))
+            else None
+        )
 
     def has_inputs_first(self, tensors: Any) -> bool:
         """Returns True if a checkpoint with these tensors stores all experts in one tensor with their inputs
@@ -97,6 +102,13 @@ class FileSpec(ParamSpec):
             firsts = range(self.first_row, self.fused_rows * groups, self.fused_rows)
             return [tensors[self.fused_name].view(first, shape) for first in firsts]
         return [tensors[name] for name in self.tensor_shapes(tensors)]
+
+
+def published_name(config: ModelConfig, name: str) -> str:
+    """Returns the name of a tensor in published files. name: its name here, which may have another prefix."""
+    prefixes = load("family", config.model_type).prefixes
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(prefix, "") + name.removeprefix(prefix)
 
 
 def file_specs(config: ModelConfig) -> Params:

@@ -40,7 +40,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             f"model_type {format_value(model_type)} is not supported: use one of"
             f" {', '.join(sorted(names('family')))}"
         )
-    hf = {**_DEFAULTS, **family.defaults, **hf}
+    hf = {**family.complete({**_DEFAULTS, **family.defaults, **hf})}
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
     if activation == "gelu" and family.defaults.get("hidden_act") == "gelu_pytorch_tanh":  # Gemma's old name
         activation = "gelu_pytorch_tanh"

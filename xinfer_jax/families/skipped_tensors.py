@@ -5,9 +5,17 @@ from collections.abc import Collection
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
+from .family import BACKBONE
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
 _MTP = "mtp."  # how the names of draft heads in Qwen's style begin
+# How names of transformers 5 end: how the published names of these tensors end, which are ours.
+_PUBLISHED_ENDS = {
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+}
+_OWN_END = re.compile(f"({'|'.join(map(re.escape, _PUBLISHED_ENDS))})$")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
 _PREFIXES = {
@@ -17,6 +25,9 @@ _PREFIXES = {
     "visual.": None,
     _MTP: None,
     **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # saved without its head
+    "model.embeddings.": "model.embed_tokens.",  # names in transformers of what files have in "backbone"
+    "model.norm_f.": "model.norm.",
+    **{published: own for own, published in BACKBONE.items()},
     **dict.fromkeys(
         f"{outer}{part}."
         for outer in ("model.", "")
@@ -46,7 +57,9 @@ def text_name(name: str, has_draft_head: bool = False) -> str | None:
     if prefix == _MTP and has_draft_head:
         return name
     renamed = _PREFIXES.get(prefix, "")
-    return None if renamed is None else renamed + name.removeprefix(prefix)
+    if renamed is None:
+        return None
+    return renamed + _OWN_END.sub(lambda end: _PUBLISHED_ENDS[end[0]], name.removeprefix(prefix))
 
 
 def full_name(own: str, other: str) -> str:

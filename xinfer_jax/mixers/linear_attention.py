@@ -20,16 +20,14 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..ops.operation import match_varying_axes, run
-from ..ops.product import float_precision
 from ..weights.layers import activation, rms_norm
 from ..weights.params import Params
-from .convolution import by_group, convolve, last_inputs
+from .blocks import BlockDecays, matmul, scan_blocks
+from .convolution import by_group, convolve
 from .recurrent import Inputs, Recurrent, state_shapes
 
-BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
-_MOST_DECAY = 128  # of a token, whose exponential is 0 in float32
 BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
 
 
@@ -70,7 +68,9 @@ def mix(
     if cache is None:
         inputs, state = _empty(new, spec)
     else:
-        inputs, state = _before(layer, config, cache, start_B)
+        inputs, state = cache.before(
+            start_B, lambda old, steps, state: delta_rule(_tokens(layer, config, old, steps), state)[1]
+        )
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
     out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps, first_BT), state)
     if cache is not None:
@@ -81,20 +81,9 @@ def mix(
 
 def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns outputs [B, N, T, Y], and the state after T tokens."""
-    T = tokens.k_BNTH.shape[2]
-    if T == 1:
+    if tokens.k_BNTH.shape[2] == 1:
         return run("recurrent_step", recurrent_step, tokens=tokens, state_BNHY=state_BNHY)
-    C = min(T, BLOCK) if isinstance(T, int) else BLOCK  # else T is symbolic
-    blocks = -(-T // C)
-
-    def split(x: jax.Array) -> jax.Array:  # [blocks, B, N, C, ...]
-        padded = jnp.pad(x, [(0, blocks * C - T if axis == 2 else 0) for axis in range(x.ndim)])
-        return jnp.moveaxis(padded.reshape(*x.shape[:2], blocks, C, *x.shape[3:]), 2, 0)
-
-    first_B1 = None if tokens.first_B1T is None else tokens.first_B1T[..., 0]
-    (state_BNHY, _), out = lax.scan(_block, (state_BNHY, first_B1), jax.tree.map(split, tokens))
-    out_BNTY = jnp.moveaxis(out, 0, 2)
-    return out_BNTY.reshape(*out_BNTY.shape[:2], blocks * C, -1)[:, :, :T], state_BNHY
+    return scan_blocks(_block, tokens, state_BNHY)
 
 
 def _read(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,39 +107,20 @@ def recurrent_step(
     return out_BNY[:, :, None], state_BNHY
 
 
-def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Array, Any], jax.Array]:
-    """Returns the state after a block and the begin of its segment, and the outputs [B, N, C, Y]. D is the
-    decay between two tokens, and Γ is the decay from the block's begin. The values U that the block writes
-    solve (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
+def _block(state_BNHY: jax.Array, tokens: _Tokens, decays: BlockDecays) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after a block, and the outputs [B, N, C, Y]. D is the decay between two tokens, and Γ
+    is the decay from the block's begin. The values U that the block writes solve (I + strictly lower (β K Kᵀ
+    D)) U = β V − β Γ K S.
     """
-    state_BNHY, first_B1 = carry
-    q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
-    # In two parts: differences of the first are exact, so a small one of large sums loses no digits.
-    decay_BNC = jnp.maximum(decay_BNC, -_MOST_DECAY)
-    coarse_BNC = jnp.round(decay_BNC * 1024) / 1024
-    total_2BNC = jnp.cumsum(jnp.stack([coarse_BNC, decay_BNC - coarse_BNC]), -1)
-    C = decay_BNC.shape[-1]
-    between_BNCC = (total_2BNC[..., :, None] - total_2BNC[..., None, :]).sum(0)
-    between_BNCC = jnp.exp(jnp.where(jnp.tri(C, dtype=bool), between_BNCC, -jnp.inf))
-    from_begin = jnp.exp(total_2BNC.sum(0))[..., None]
-    to_end = jnp.exp((total_2BNC[..., -1:] - total_2BNC).sum(0))[..., None]
-    if first_B1C is not None:  # nothing passes from one segment to another
-        between_BNCC *= first_B1C[..., :, None] == first_B1C[..., None, :]
-        from_begin *= (first_B1C == first_B1[..., None])[..., None]
-        to_end *= (first_B1C == first_B1C[..., -1:])[..., None]
-        first_B1 = first_B1C[..., -1]
+    q, k, v, _, beta_BNC, _ = tokens
+    between_BNCC, from_begin, to_end = decays
     beta = beta_BNC[..., None]
     k_T = jnp.swapaxes(k, -1, -2)
-    system = beta * _matmul(k, k_T) * between_BNCC
-    right = beta * (v - from_begin * _matmul(k, state_BNHY))
-    written = _matmul(_unit_lower_inverse(system), right)
-    out = from_begin * _matmul(q, state_BNHY) + _matmul(_matmul(q, k_T) * between_BNCC, written)
-    state_BNHY = state_BNHY * from_begin[..., -1:, :] + _matmul(jnp.swapaxes(k * to_end, -1, -2), written)
-    return (state_BNHY, first_B1), out
-
-
-def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=float_precision())
+    system = beta * matmul(k, k_T) * between_BNCC
+    right = beta * (v - from_begin * matmul(k, state_BNHY))
+    written = matmul(_unit_lower_inverse(system), right)
+    out = from_begin * matmul(q, state_BNHY) + matmul(matmul(q, k_T) * between_BNCC, written)
+    return state_BNHY * from_begin[..., -1:, :] + matmul(jnp.swapaxes(k * to_end, -1, -2), written), out
 
 
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
@@ -167,35 +137,18 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
         width *= 2
     x = jnp.pad(jnp.tril(x, -1), [(0, 0)] * (x.ndim - 2) + [(0, width - C)] * 2)
     L = jnp.stack([x[..., i : i + size, i : i + size] for i in range(0, width, size)], -3)
-    L2 = _matmul(L, L)
+    L2 = matmul(L, L)
     one = jnp.eye(size, dtype=jnp.float32)
-    inverse = _matmul(_matmul(one - L, one + L2), one + _matmul(L2, L2))
+    inverse = matmul(matmul(one - L, one + L2), one + matmul(L2, L2))
     while size < width:  # [[A, 0], [L, B]] has the inverse [[A⁻¹, 0], [-B⁻¹ L A⁻¹, B⁻¹]]
         (a, b) = (inverse[..., i::2, :, :] for i in (0, 1))
         corners = range(0, width, 2 * size)
         L = jnp.stack([x[..., i + size : i + 2 * size, i : i + size] for i in corners], -3)
-        below = -_matmul(_matmul(b, L), a)
+        below = -matmul(matmul(b, L), a)
         upper = jnp.concatenate([a, jnp.zeros_like(a)], -1)
         inverse = jnp.concatenate([upper, jnp.concatenate([below, b], -1)], -2)
         size *= 2
     return inverse[..., 0, :C, :C]
-
-
-def _before(
-    layer: Params, config: ModelConfig, cache: Recurrent, start_B: jax.Array
-) -> tuple[Inputs, jax.Array]:
-    """Returns inputs and state before the tokens at start_B, with the accepted ones of the draft slots
-    applied.
-    """
-    if cache.steps is None or cache.base_B is None:
-        return cache.before(start_B)
-    P = cache.draft_slots
-    accepted_B = jnp.clip(start_B - cache.base_B, 0, P)
-    is_accepted = jnp.arange(P) < accepted_B[:, None, None]
-    steps = jnp.where(is_accepted[..., None], cache.steps, 0)
-    _, state = delta_rule(_tokens(layer, config, cache.inputs, steps), cache.state)
-    inputs = tuple(last_inputs(x, accepted_B, x.shape[2] - P) for x in cache.inputs)
-    return Recurrent(inputs, state, cache.capacity).before(start_B)
 
 
 def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:

@@ -1,10 +1,12 @@
-"""The cache of a linear-attention layer: a state of fixed size in place of keys and values.
+"""The cache of a layer of linear attention or Mamba-2: a state of fixed size in place of keys and values.
 
 N value heads, K key heads, H width of a key, Y of a value, W tokens before the current one that the
-convolution reads, P draft slots.
+convolution reads, P draft slots. Mamba-2 has groups in place of key heads, C and B in place of queries and
+keys, and its states have the axes [N, Y, H].
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +19,7 @@ from ..cache.layer_cache import shard_heads
 from .convolution import last_inputs, pad_slots
 from .state_cache import StateCache
 
-Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
+Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values, or of C, B and x
 
 
 @jax.tree_util.register_dataclass
@@ -25,13 +27,13 @@ Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
 class Recurrent(StateCache):
     """The state of each row."""
 
-    layer_kind = "linear-attention layers"
+    layer_kind = "layers of linear attention or Mamba-2"
 
     # The last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y].
     inputs: Inputs
-    state: jax.Array  # [B, N, H, Y]
+    state: jax.Array  # [B, N, H, Y]; of Mamba-2 [B, N, Y, H]
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens of a row in the other layers
-    # Of the tokens in draft slots: the logarithm of the decay, and beta, [B, N, P, 2]; None: no draft slots.
+    # Of the tokens in draft slots: the logarithm of the decay, and beta or dt, [B, N, P, 2]; None: no slots.
     steps: jax.Array | None = dataclasses.field(default=None, kw_only=True)
     base_B: jax.Array | None = dataclasses.field(default=None, kw_only=True)  # int32: tokens in `state`
 
@@ -40,7 +42,7 @@ class Recurrent(StateCache):
     def empty(
         shapes: tuple[tuple[int, ...], ...], batch: int, capacity: int, mesh: Mesh | None = None
     ) -> "Recurrent":
-        """Returns the state of rows without tokens: zeros. shapes: the result of `state_shapes`."""
+        """Returns the state of rows without tokens: zeros. shapes: of a row's arrays, as in `fits`."""
         arrays = [jnp.zeros((batch, *shape), np.float32) for shape in shapes]
         *inputs, state = shard_heads(arrays, mesh)
         return Recurrent(tuple(inputs), state, capacity)
@@ -57,12 +59,27 @@ class Recurrent(StateCache):
         (q, k, v) = ((x.shape[1], W, x.shape[3]) for x in self.inputs)
         return q, k, v, self.state.shape[1:]
 
-    def before(self, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
-        """Returns the inputs and the state before the tokens at start_B. They are zeros at the beginning of a
-        row. It is for caches without draft slots.
+    def before(
+        self, start_B: jax.Array, replay: Callable[[Inputs, jax.Array, jax.Array], jax.Array]
+    ) -> tuple[Inputs, jax.Array]:
+        """Returns the inputs and the state before the tokens at start_B, after the draft tokens that were
+        accepted. They are zeros at the beginning of a row.
+
+        Args:
+            start_B: the position of each row's first token.
+            replay: a function of inputs, of the steps of their tokens and of the state before them. It
+                returns the state after them.
         """
+        inputs = self.inputs
+        state = self.state
+        if self.steps is not None and self.base_B is not None:
+            P = self.draft_slots
+            accepted_B = jnp.clip(start_B - self.base_B, 0, P)
+            is_accepted = jnp.arange(P) < accepted_B[:, None, None]
+            state = replay(inputs, jnp.where(is_accepted[..., None], self.steps, 0), state)
+            inputs = tuple(last_inputs(x, accepted_B, x.shape[2] - P) for x in inputs)
         begins_B111 = (start_B == 0)[:, None, None, None]
-        return jax.tree.map(lambda x: jnp.where(begins_B111, 0, x), (self.inputs, self.state))
+        return jax.tree.map(lambda x: jnp.where(begins_B111, 0, x), (inputs, state))
 
     def after(
         self, inputs: Inputs, state: jax.Array, steps: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..config.layer_spec import LayerSpec
@@ -14,7 +13,7 @@ from ..config.run_config import RunConfig
 from ..errors import InputError
 from ..mixers.mixer import Positions
 from ..ops.operation import Call, chosen_form
-from ..weights.layers import activation, linear, norm, norm_before
+from ..weights.layers import activation, linear, norm, norm_before, scaled
 from ..weights.params import Params
 from .extras import Extras
 
@@ -113,7 +112,7 @@ def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, s
         out_BTD = norm(out_BTD, layer, name, config)
     elif factor == 1:
         return out_BTD
-    return x_BTD + (out_BTD if factor == 1 else (factor * out_BTD.astype(jnp.float32)).astype(out_BTD.dtype))
+    return x_BTD + scaled(out_BTD, factor)
 
 
 def _of_layer_input(

@@ -81,6 +81,11 @@ def joint_norms(
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a factor. It multiplies in float32, and rounds once to the dtype of x."""
+    return x if factor == 1 else (factor * x.astype(jnp.float32)).astype(x.dtype)
+
+
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Returns cap * tanh(x / cap). None: x."""
     return x if cap is None else cap * jnp.tanh(x / cap)

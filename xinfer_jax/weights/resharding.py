@@ -101,7 +101,7 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        for field in ("num_key_value_heads", "kv_copies"):
+        for field in ("num_key_value_heads", "kv_copies", "n_groups"):
             found = (getattr(mixer, field, None) for mixer in layer.mixers)
             if own := next(filter(None, found), None):
                 layer = layer.with_mixer(**{field: repeated(own)})

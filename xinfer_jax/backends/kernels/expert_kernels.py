@@ -30,6 +30,8 @@ _GROUPED_FIELDS = (  # of `GroupedTopkSpec`, which the kernel takes
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """Returns the implementation for these tokens and experts. Raises as `named` does."""
+    if "gate" not in experts:
+        return named("gated_experts", impl, x_MD, obstacle="experts without a gate")
     weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
     obstacle = next(filter(None, map(_obstacle, weights)), None)
     if len(set(map(_layout, weights))) > 1:
