@@ -32,9 +32,11 @@ from ..reference_mamba import MambaState, MambaToken, MambaWeights, convolved, l
 from .recurrent import call_kernel, dot_parts, load_parts, wait
 
 _HEADS = 4  # of a program of the first kernel at most
-_RESULTS = 64  # columns of results of a head, that it computes at once
+_RESULTS = 32  # columns of results of a head, that it computes at once
 _COLUMNS = 16  # of the state, that a program walks with
-_DEPTH = 64  # of products over S: less of them is in registers at once
+# Depths of products over S: less of them is in registers at once.
+_INSIDE_DEPTH = 32
+_WALK_DEPTH = 64
 
 
 class _Blocks(NamedTuple):
@@ -92,11 +94,11 @@ def _inside(heads: int, interpret: bool, read: _Blocks, skip_ref, out_ref) -> No
     @pl.when(i * BLOCK < read.count[row])
     def _block() -> None:
         def add(p: Any, product_CC: jax.Array) -> jax.Array:
-            depth = pl.ds(p * _DEPTH, _DEPTH)
+            depth = pl.ds(p * _INSIDE_DEPTH, _INSIDE_DEPTH)
             b_SC = load_parts(read.b, (row, tokens, group, depth), transposed=True)
             return product_CC + dot_parts(load_parts(read.c, (row, tokens, group, depth)), b_SC)
 
-        product_CC = lax.fori_loop(0, S // _DEPTH, add, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+        product_CC = lax.fori_loop(0, S // _INSIDE_DEPTH, add, jnp.zeros((BLOCK, BLOCK), jnp.float32))
 
         def head(n: Any, _: None) -> None:
             *total_C1, dt_C1 = (ref[row, n, i][:, None] for ref in (*read.total, read.dt))
@@ -120,7 +122,7 @@ def _walk(
     group = _group_of(read, n)
     count = read.count[row]
     columns = pl.ds(part * width, width)
-    depths = [pl.ds(p, _DEPTH) for p in range(0, read.b[0].shape[3], _DEPTH)]
+    depths = [pl.ds(p, _WALK_DEPTH) for p in range(0, read.b[0].shape[3], _WALK_DEPTH)]
 
     def block(i: Any, state: list[jax.Array]) -> list[jax.Array]:
         tokens = pl.ds(i * BLOCK, BLOCK)
