@@ -80,7 +80,8 @@ class Device:
         pools: (k, v) of each mixer with keys.
         states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
-        host: pages in host memory. None: there are none, or this is a dry run.
+        host, host_snapshots: pages, and snapshots of recurrent states, in host memory. None: there are none,
+            or this is a dry run.
         adapters: the adapters. None: it has none.
     """
 
@@ -108,6 +109,8 @@ class Device:
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
+        has_host = shape.host_snapshots and not dry_run
+        self.host_snapshots = HostPages(shape.host_snapshots, self._snapshots) if has_host else None
         row = self._initial_rows([NewRow(self._empty_call)])
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
         rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
@@ -122,8 +125,8 @@ class Device:
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
-        if self.host:
-            self.host.finish()
+        for host in filter(None, (self.host, self.host_snapshots)):
+            host.finish()
         caches = self.pools, self.states, self._snapshots
         self._shardings = jax.tree.map(lambda x: x.sharding, caches)
         for x in jax.tree.leaves(caches):
@@ -422,13 +425,26 @@ class Device:
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
             self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
-    def save_state(self, slot: int, snapshot: int) -> None:
-        """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
+    def save_state(self, slot: int, snapshot: int, host_snapshot: int = 0) -> None:
+        """Copies the recurrent states of a slot into a snapshot, of which the first is 1. host_snapshot: the
+        place in host memory to which the snapshot's old contents are copied first. 0: they are not copied.
+        """
+        at = np.int32(snapshot - 1)
+        if host_snapshot:
+            assert self.host_snapshots is not None
+            replaced = self._run(programs.GET_ROW, self._snapshots, at)
+            self.host_snapshots.save(np.array([host_snapshot]), replaced)
         states = self._states_of(slot)
-        self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
+        self._snapshots = self._run(programs.SET_ROW, self._snapshots, at, states)
 
-    def load_state(self, slot: int, snapshot: int) -> None:
-        self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
+    def load_state(self, slot: int, snapshot: int, on_host: bool = False) -> None:
+        """Copies a snapshot into the recurrent states of a slot. on_host: the snapshot is in host memory."""
+        if on_host:
+            assert self.host_snapshots is not None
+            states = self.host_snapshots.load(np.array([snapshot]), self._snapshots)
+        else:
+            states = self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1))
+        self._set_states(slot, states)
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """Returns the row of a slot, and its recurrent states. on_host: these in host memory."""

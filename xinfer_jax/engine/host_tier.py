@@ -37,17 +37,21 @@ class FoundPrefix(NamedTuple):
 
 
 class HostTier:
-    """A limited number of pages in host memory. The least recently used page is evicted. A page has the bits
-    that its hash stands for, so the same page may be on the device as well.
+    """A limited number of pages in host memory, and of snapshots of recurrent states. The least recently used
+    page is evicted, and so is the least recently used snapshot. A page has the bits that its hash stands for,
+    so the same page may be on the device as well.
 
     Attributes:
         pool: the pool of these pages. "Used" pages are the ones that a row still has to load, that are read
             from a file, and that are written to a file.
+        snapshots: the pool of snapshots, as in `PrefixCache`.
         files: `PageFiles`, or another set of the hashes of pages that are in files.
     """
 
-    def __init__(self, pages: int, files: Any = None):
+    def __init__(self, pages: int, files: Any = None, snapshots: int = 0):
+        """snapshots: the number of snapshots of recurrent states. 0: the model has no such states."""
         self.pool = PagePool(pages + 1)  # page 0 is none of them
+        self.snapshots = PagePool(snapshots + 1)
         self.files = set[bytes]() if files is None else files
         self.epoch = 0  # how often the prefix cache was emptied
         self.read: set[int] = set()  # pages that came from files, and were not loaded since
@@ -83,6 +87,13 @@ class HostTier:
         self.read.difference_update(host_pages)
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
+    def save_snapshot(self, hashes: Sequence[bytes]) -> int:
+        """Returns the place for a snapshot of these hashes, which the device replaces, or 0 if snapshots of
+        all hashes are saved already.
+        """
+        self.snapshots.touch([page for page_hash in hashes for page in self.snapshots.find([page_hash])])
+        return self.snapshots.add(hashes)
+
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
         """Returns the action that reads the pages of a row's prompt from files, or None if there is no memory
         for any.
@@ -114,6 +125,7 @@ class HostTier:
     def remove(self, hashes: Collection[bytes]) -> None:
         """Removes these hashes: no page is found by them any more."""
         self.pool.remove(hashes)
+        self.snapshots.remove(hashes)
         for page_hash in hashes:
             self.files.discard(page_hash)
 
@@ -123,3 +135,4 @@ class HostTier:
         """
         self.epoch += 1
         self.pool.clear_cache()
+        self.snapshots.clear_cache()

@@ -181,6 +181,14 @@ class Restore(NamedTuple):
     row: Row
     slot: int
     snapshot: int
+    on_host: bool  # it is in host memory
+
+
+class TakeSnapshot(NamedTuple):
+    """Copy the recurrent states of a row's slot into a snapshot, as they are now."""
+
+    snapshot: int
+    host_snapshot: int  # the place in host memory to which its old contents are copied first; 0: none
 
 
 class SavePages(NamedTuple):
