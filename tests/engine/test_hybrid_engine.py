@@ -14,9 +14,25 @@ pytestmark = pytest.mark.oldest
 OPTIONS = xj.GenerateOptions(max_tokens=60, eos_token_ids=())
 
 
-@pytest.fixture(scope="module")
-def model() -> xj.Model:
-    config = cases.CASES["qwen3-5-tied"].config
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3-5-tied",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in (
+                "lfm2-moe-published-tied",
+                "mamba2-groups",
+                "nemotron-h-published",
+                "granite-hybrid-published",
+                "falcon-h1-norm-after-gate-bias",
+                "bamba-published",
+            )
+        ),
+    ],
+)
+def model(request) -> xj.Model:
+    config = cases.CASES[request.param].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
     return xj.Model(params, config)
 
@@ -68,6 +84,17 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
     exact = xj.score(model.params, model.config, np.array(prompts[:1])).logprobs_BT[0]
     found = [token.logprob for token in scored.prompt_logprobs]
     np.testing.assert_allclose(found[-len(exact) :], exact, atol=1e-3)
+
+
+@pytest.mark.soak
+def test_draft_tokens_next_to_others(model, prompts):
+    """Greedy tokens with prompt look-up are those without, and the prefix cache has the same hits."""
+    found = []
+    for options in ({}, dict(draft="lookup", draft_tokens=3)):
+        with xj.Engine(model, rows=2, capacity=256, chunk=64, **options) as engine:
+            requests = [engine.submit(prompt, OPTIONS) for prompt in prompts * 2]
+            found.append([(row[0], row[2]) for row in answers(requests)])
+    assert found[0] == found[1] and any(reused for _, reused in found[0])
 
 
 def test_snapshots_are_bounded():

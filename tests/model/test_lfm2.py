@@ -76,49 +76,6 @@ def test_texts_of_one_row_do_not_see_each_other(model):
     family_checks.check_packed_texts(model)
 
 
-# --- engines ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_bits_alone_equal_those_beside_others(model):
-    """Rows are preempted while they prefill and while they decode. There are snapshots of a common prefix,
-    and draft tokens. All numbers are `==`, not only close.
-    """
-    random = np.random.RandomState(1)
-    first, second, common, other = (random.randint(0, cases.VOCAB, n).tolist() for n in (10, 60, 128, 150))
-    prompts = [common + first, common + second, other]
-    options = xj.GenerateOptions(max_tokens=40, eos_token_ids=())
-
-    def answers(requests):
-        outs = [request.result() for request in requests]
-        return [(out.tokens[0], out.logprobs[0]) for out in outs], [out.stats.reused_tokens for out in outs]
-
-    params, config, _ = model
-    engine = xj.Engine(xj.Model(params, config), rows=2, capacity=256, chunk=64)
-    alone = []
-    for prompt in prompts:
-        engine.update(params)  # which empties the prefix cache
-        alone += answers([engine.submit(prompt, options)])[0]
-    for running in (1, 2):  # the row that is preempted prefills, or decodes
-        engine.update(params)
-        requests = [engine.submit(prompt, options) for prompt in prompts[:2]]
-        while engine.stats.running < running or engine.stats.running + engine.stats.prefilling < 2:
-            engine.core._pacing.step_seconds = 1.0  # so that a step decodes one token
-            engine.step()
-        requests += [engine.submit(prompts[2], options, priority=20)]
-        assert answers(requests)[0] == alone
-    assert engine.stats.preemptions == 2
-    again, reused = answers([engine.submit(prompt, options) for prompt in prompts])
-    assert again == alone and reused == [128, 128, 128]
-    engine.close()
-    drafts = xj.Engine(
-        xj.Model(params, config), rows=2, capacity=256, chunk=64, draft="lookup", draft_tokens=3
-    )
-    drafted, _ = answers([drafts.submit(prompt, options) for prompt in prompts])
-    assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in alone]
-    drafts.close()
-
-
 # --- files --------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from xinfer_jax.config.unsupported import check_supported
+from xinfer_jax.estimates.model_shapes import SHAPES
+from xinfer_jax.estimates.plan_estimates import num_weights
 from xinfer_jax.families.writing import to_hf
 from xinfer_jax.mixers.mamba2 import Mamba2Spec
 
@@ -63,7 +65,10 @@ def test_factors_are_those_of_matrices(model):
         for p, c in pairs
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
-    found, wanted = (xj.attention_weights(p, c, np.array(prompts[:1]), layers=[0])[0] for p, c in pairs)
+    weights = jax.jit(
+        lambda p, c: xj.attention_weights(p, c, tokens_BT[:1, :5], layers=[0])[0], static_argnums=1
+    )
+    found, wanted = (weights(*pair) for pair in pairs)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
@@ -91,6 +96,13 @@ def test_long_answers_of_transformers(case):
         wanted, gaps = cases.hf_greedy(theirs, prompt, 64)
         clear = next((i for i, gap in enumerate(gaps) if gap < 1e-3), 64)
         assert tokens[:clear] == wanted[:clear]
+
+
+def test_numbers_of_published_models():
+    """Rounded, they are the published ones: 9.78, 6.9 and 0.5 billion."""
+    numbers = {"bamba-9b": 9_780_235_392, "granite4-h-tiny": 6_939_037_248, "falcon-h1-0.5b": 521_411_104}
+    configs = {name: xj.ModelConfig.from_hf(SHAPES[name]) for name in numbers}
+    assert {name: num_weights(config) for name, config in configs.items()} == numbers
 
 
 # --- settings -----------------------------------------------------------------------------------------------
