@@ -243,7 +243,9 @@ class EngineCore:
             request.prompt_logprobs.extend(tokens[max(0, row.logprobs_from - chunk.start - 1) :])
         self._counters.prefill_tokens += chunk.count
         if taken := self.scheduler.record_prefill(chunk):
-            self.device.save_state(row.slot, taken.snapshot, taken.host_snapshot)
+            if taken.saved:
+                self.tiers.execute(taken.saved)
+            self.device.save_state(row.slot, taken.snapshot)
         if chunk.is_last and answer in self._restarted:
             self.device.set_row(row.slot, self._restarted.pop(answer), False)
         elif chunk.is_last:

@@ -425,17 +425,16 @@ class Device:
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
             self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
-    def save_state(self, slot: int, snapshot: int, host_snapshot: int = 0) -> None:
-        """Copies the recurrent states of a slot into a snapshot, of which the first is 1. host_snapshot: the
-        place in host memory to which the snapshot's old contents are copied first. 0: they are not copied.
-        """
-        at = np.int32(snapshot - 1)
-        if host_snapshot:
-            assert self.host_snapshots is not None
-            replaced = self._run(programs.GET_ROW, self._snapshots, at)
-            self.host_snapshots.save(np.array([host_snapshot]), replaced)
+    def save_state(self, slot: int, snapshot: int) -> None:
+        """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
         states = self._states_of(slot)
-        self._snapshots = self._run(programs.SET_ROW, self._snapshots, at, states)
+        self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
+
+    def save_snapshot(self, snapshot: int, host_snapshot: int) -> None:
+        """Copies a snapshot to a place in host memory. The device makes the copy meanwhile."""
+        assert self.host_snapshots is not None
+        states = self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1))
+        self.host_snapshots.save(np.array([host_snapshot]), states)
 
     def load_state(self, slot: int, snapshot: int, on_host: bool = False) -> None:
         """Copies a snapshot into the recurrent states of a slot. on_host: the snapshot is in host memory."""
@@ -634,8 +633,8 @@ class Device:
         shape = self._shape
         parts = (
             lambda: shape.empty_pools(self.config, self._feature_dtype, self._mesh),
-            lambda: self._empty_states(shape.rows),
-            lambda: self._empty_states(shape.snapshots),
+            lambda: shape.empty_states(self.config, shape.rows, self._mesh),
+            lambda: shape.empty_states(self.config, shape.snapshots, self._mesh),
         )
         pools, states, snapshots = map(self._create, parts)
         return pools, states, snapshots
@@ -670,17 +669,6 @@ class Device:
         self.pools = (*cache_pools(cache), *head)
         if with_states:
             self._set_states(slot, cache_states(cache))
-
-    def _empty_states(self, rows: int) -> tuple[LayerCache, ...]:
-        shape = self._shape
-        drafts = shape.num_draft_tokens and 1 + shape.num_draft_tokens
-        lengths_B: Any = np.zeros(rows, np.int32)
-        layers = (
-            mixer.empty_cache(rows, shape.capacity, shape.cache_dtype, self._mesh)
-            for mixer in self.config.cached_mixers
-            if not mixer.has_keys
-        )
-        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
         """Returns the recurrent states of a slot, as caches of one row."""

@@ -9,11 +9,11 @@ that the device replaces is saved in host memory.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 
 from .host_tier import FoundPrefix, HostTier
 from .pages import PAGE_SIZE, PagePool, hash_pages
-from .row import Restore, Row, TakeSnapshot
+from .row import Restore, Row, SaveSnapshot, TakeSnapshot
 
 # What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
 ANY_PROGRAM = 0
@@ -58,8 +58,8 @@ class PrefixCache:
             exact = exact.first(exact.total * PAGE_SIZE // self._chunk * self._chunk // PAGE_SIZE)
         by_tokens = self._find(row, row.token_hashes[:max_hits], in_files) if row.share_answers else none
         row.shared = PAGE_SIZE * max(exact.total, by_tokens.total)
-        exact = self._up_to_snapshot(exact, row.page_hashes)
-        by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
+        exact = self._up_to_snapshot(row, exact, row.page_hashes, in_files)
+        by_tokens = self._up_to_snapshot(row, by_tokens, row.token_hashes, in_files)
         row.exact = by_tokens.total <= exact.total
         return exact if row.exact else by_tokens
 
@@ -81,14 +81,20 @@ class PrefixCache:
         if row.num_computed // self._chunk not in self._snapshot_ends(row, snapshots.size - 1):
             return None
         last = row.num_computed // PAGE_SIZE - 1
-        hashes = [row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])]
+        hashes = [*([row.page_hashes[last]] if row.exact else []), row.token_hashes[last]]
         if all(page_hash in snapshots.page_of_hash for page_hash in hashes):
             return None
-        saved = 0
-        if self._host and not snapshots.free:
-            ((_, replaced),) = snapshots.evict(1)
-            saved = self._host.save_snapshot(replaced)
-        return TakeSnapshot(snapshots.add(hashes), saved)
+        saved = [] if snapshots.free else self.save_snapshots(1)
+        return TakeSnapshot(snapshots.add(hashes), saved[0] if saved else None)
+
+    def save_snapshots(self, count: int) -> list[SaveSnapshot]:
+        """Frees up to `count` snapshots on the device, the least recently used first. Returns the actions
+        that save them in host memory.
+        """
+        if self._snapshots is None or self._host is None:
+            return []
+        evicted = self._snapshots.evict(count)
+        return list(filter(None, starmap(self._host.save_snapshot, evicted)))
 
     def restore(self, row: Row, pages: int) -> Restore | None:
         """Returns the action that copies the snapshot at the end of these pages of a row's prompt, which were
@@ -152,16 +158,24 @@ class PrefixCache:
         factor = 1 + int(chunks ** (1 / others))
         return {chunks, row.shared // self._chunk, *(factor**i for i in range(others))}
 
-    def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
+    def _up_to_snapshot(
+        self, row: Row, found: FoundPrefix, hashes: Sequence[bytes], in_files: bool
+    ) -> FoundPrefix:
         """Returns the first of these pages, up to the last one at whose end there is a snapshot of the
         states.
         """
         pools = self._snapshot_pools
         if not pools:
             return found
-        counts = range(found.total, 0, -1)
-        ends = (count for count in counts if any(hashes[count - 1] in pool.page_of_hash for pool in pools))
-        return found.first(next(ends, 0))
+        for count in range(found.total, 0, -1):
+            page_hash = hashes[count - 1]
+            if any(page_hash in pool.page_of_hash for pool in pools):
+                return found.first(count)
+            if in_files and self._host:
+                names = page_hash, row.page_hashes[count - 1]
+                if snapshot := self._host.find_snapshot(names):
+                    return found.first(count)._replace(snapshot=snapshot)
+        return found.first(0)
 
     @property
     def _snapshot_pools(self) -> list[PagePool]:

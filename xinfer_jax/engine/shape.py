@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.sharding import Mesh
 
 from .. import __version__
@@ -15,6 +16,7 @@ from ..adapters.adapter import row_matrices
 from ..backends.cpu.cpu_features import numerics_features
 from ..cache.fingerprint import draft_fingerprint, fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
+from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_features, empty_pools
 from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
@@ -94,6 +96,19 @@ class EngineShape(EngineOptions):
         head: Any = self.head
         own = empty_pools(head.config, self.pages, self.cache_dtype, mesh)
         return (*pools, *own, (empty_features(self.pages, head.feature_size, dtype, mesh), None))
+
+    def empty_states(
+        self, config: ModelConfig, rows: int, mesh: Mesh | None = None
+    ) -> tuple[LayerCache, ...]:
+        """Returns the recurrent states of this number of rows: the cache of each mixer without keys."""
+        drafts = self.num_draft_tokens and 1 + self.num_draft_tokens
+        lengths_B: Any = np.zeros(rows, np.int32)
+        layers = (
+            mixer.empty_cache(rows, self.capacity, self.cache_dtype, mesh)
+            for mixer in config.cached_mixers
+            if not mixer.has_keys
+        )
+        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     @property
     def extra_slots(self) -> int:
@@ -290,20 +305,16 @@ def _check_host_pages(model: Model, options: EngineOptions) -> None:
         raise InputError("page_directory needs host_pages: pages are there on their way to files and back")
     if directory is not None and not isinstance(directory, str | Path):
         raise InputError(f"page_directory must be a path, got {format_value(directory)}")
-    if directory is not None and state_bytes(model.config):
-        raise InputError(
-            f"page_directory={str(directory)!r} is not supported for a model with recurrent states, whose"
-            " snapshots have no files: leave it out, host_pages are supported"
-        )
 
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
-    """Returns the settings on which the bits of a page depend, in addition to its tokens and the programs
-    that wrote them.
+    """Returns the settings on which the bits of a page depend, and of a snapshot of recurrent states, in
+    addition to its tokens and the programs that wrote them.
     """
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
     one_page = dataclasses.replace(shape, pages=1)
     pools = jax.eval_shape(lambda: one_page.empty_pools(config, activation_dtype(params)))
+    states = jax.eval_shape(lambda: shape.empty_states(config, 1))
     mesh = concrete_mesh_of(params)
     device = next(iter(params["final_norm"].sharding.device_set))
     options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"
@@ -313,7 +324,7 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
         factors=[config.rope.short_factor, config.rope.long_factor],
         versions=[__version__, jax.__version__, jaxlib.__version__], device=device.device_kind,
         cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
-        dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves(pools)],
+        dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves((pools, states))],
         mesh=mesh.size if mesh else 1, impl=shape.impl,
         adapters=adapters, capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
         options=[getattr(jax.config, name) for name in options],
