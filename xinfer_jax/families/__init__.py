@@ -8,7 +8,8 @@ Reading order:
   reads the settings of latent attention. `mamba_fields` has the settings and names of Mamba-2.
 - A file describes each family, or a few that share most of it: `llama`, `qwen`, `olmo`, `gemma`, `gemma4`,
   `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `granite_moe`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`,
-  `lfm2_moe`, `mamba`, `nemotron_h`, `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`,
+  `lfm2_moe`, `mamba`, `nemotron_h`, `granite_hybrid`, `bamba`, `falcon_h1` (the last three share
+  `mamba_hybrids`), `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`,
   `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`, `minicpm3`.
 - `draft_heads` has the names of heads for multi-token prediction in the files of models, and their settings.
 - `naming` makes the names of all tensors from a family's table.
