@@ -89,6 +89,8 @@ CONFIGS = {
         use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=1e6, rms_norm_eps=1e-5),
     "mamba2": _hf("mamba2", num_heads=4, head_dim=32, state_size=32, n_groups=2, layer_norm_epsilon=1e-5,
         rms_norm_eps=1e-5, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1),
+    "falcon-h1": _hf("falcon_h1", mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2,
+        mamba_d_state=32, rope_theta=1e11, rms_norm_eps=1e-5),
     "granitehybrid": _hf("granitemoehybrid", **_GRANITE, num_local_experts=4, num_experts_per_tok=2),
     "granitehybrid-dense": _hf("granitemoehybrid", **_GRANITE, num_local_experts=0, num_experts_per_tok=0,
         tie_word_embeddings=True),

@@ -88,6 +88,7 @@ _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no
 _OWN_NAMES = dict.fromkeys(("qwen35", "qwen35moe", "gpt-oss", "glm4moe"), _POST_NORM)
 _OWN_NAMES |= dict.fromkeys(("nemotron_h", "nemotron_h_moe"), dict(mlp_norm="attn_norm.weight"))
 _OWN_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), dict(final_norm="token_embd_norm.weight"))
+_OWN_NAMES["falcon-h1"] = dict(mlp_norm="ffn_norm")
 # Rows of queries and keys alternate between the halves of a head.
 _IN_PAIRS = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _KEYS = ".attn_k_b.weight"  # of latent attention
