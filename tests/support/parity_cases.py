@@ -480,10 +480,10 @@ _CASES = {
     "nemotron-h-published": _hf(
         "nemotron_h", **_NEMOTRON, hybrid_override_pattern="ME*ME-", num_hidden_layers=6, moe_latent_size=20,
     ),
-    "nemotron-h-bias-tied-no-latent": _hf(
+    "nemotron-h-bias-no-latent": _hf(
         "nemotron_h", **_NEMOTRON | dict(n_group=1, topk_group=1, n_groups=1), mlp_bias=True, use_bias=True,
         layers_block_type=["mamba", "moe", "attention", "mlp"], num_hidden_layers=4, num_key_value_heads=1,
-        use_conv_bias=False, conv_kernel=3, norm_topk_prob=False, tie_word_embeddings=True,
+        use_conv_bias=False, conv_kernel=3, norm_topk_prob=False,
     ),
     # bamba: attention in some layers, which rotates a half of each head
     "bamba-published": _hf("bamba", **_old(1e4), **_MAMBA, attn_layer_indices=[1], rms_norm_eps=1e-5,

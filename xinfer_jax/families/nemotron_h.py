@@ -81,10 +81,7 @@ def _layer_types(hf: Mapping) -> list[str]:
 
 def read_nemotron_h(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "sliding_window")
-    if hf["mamba_hidden_act"] not in ("silu", "swish"):
-        raise InputError(
-            f"mamba_hidden_act {format_value(hf['mamba_hidden_act'])} is not supported: Mamba-2's is 'silu'"
-        )
+    reject_setting(hf, "tie_word_embeddings")  # transformers loads a head of its own then too
     activation = hf["mlp_hidden_act"]
     if activation not in _ACTIVATIONS:
         raise InputError(
@@ -93,7 +90,7 @@ def read_nemotron_h(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     types = hf["layers_block_type"]
     makers = {
-        _MAMBA: lambda: LayerSpec((read_mixer(hf, _MIXER),), None),
+        _MAMBA: lambda: LayerSpec((read_mixer(hf, _MIXER, activation="mamba_hidden_act"),), None),
         FULL: lambda: LayerSpec((AttentionSpec(**attention_bias(hf), uses_rope=False),), None),
         _EXPERTS: lambda: LayerSpec((), _read_experts(hf)),
         _MLP: lambda: LayerSpec((), MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False)),
@@ -190,5 +187,6 @@ FAMILY = Family(
     Names(_LEAVES, _STACKED),
     {AttentionSpec.kind: _ATTENTION, Mamba2Spec.kind: mamba2_names("mixer")},
     prefixes=BACKBONE,
+    module_prefixes={"model.embed_tokens.": "model.embeddings.", "model.norm.": "model.norm_f."},
     complete=complete_nemotron_h,
 )  # fmt: skip
