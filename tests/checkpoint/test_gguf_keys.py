@@ -187,7 +187,7 @@ STATES = {  # of each case the architecture, the metadata without its name, and 
     "no-shared": ("nemotron_h_moe", {"expert_shared_count": 2}, "n_shared_experts 2 is not supported"),
     "causal": ("mamba2", {"attention.causal": False}, "causal false is not supported for models with states"),
     "norms": ("mamba2", {"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms True is not supported"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.unit

@@ -37,18 +37,37 @@ _LATENT = dict(
     num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4, num_attention_heads=4,
 )  # fmt: skip
 _NEMOTRON = dict(
-    mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=32, n_groups=2, mlp_hidden_act="relu2",
-    layer_norm_epsilon=1e-5, intermediate_size=96, moe_intermediate_size=96,
-)  # fmt: skip
+    mamba_num_heads=4,
+    mamba_head_dim=32,
+    ssm_state_size=32,
+    n_groups=2,
+    mlp_hidden_act="relu2",
+    layer_norm_epsilon=1e-5,
+    intermediate_size=96,
+    moe_intermediate_size=96,
+)
 _GRANITE = dict(
-    layer_types=["mamba", "attention"], position_embedding_type="nope", mamba_n_heads=4, mamba_n_groups=2,
-    mamba_d_state=32, head_dim=16, embedding_multiplier=12.0, residual_multiplier=0.22,
-    attention_multiplier=0.015625, logits_scaling=8.0, rms_norm_eps=1e-5, shared_intermediate_size=96,
-)  # fmt: skip
+    layer_types=["mamba", "attention"],
+    position_embedding_type="nope",
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=32,
+    head_dim=16,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.015625,
+    logits_scaling=8.0,
+    rms_norm_eps=1e-5,
+    shared_intermediate_size=96,
+)
 _CONVOLUTIONS = dict(
-    layer_types=["conv", _F], head_dim=16, norm_eps=1e-5, block_auto_adjust_ff_dim=False, rope_theta=1e6,
+    layer_types=["conv", _F],
+    head_dim=16,
+    norm_eps=1e-5,
+    block_auto_adjust_ff_dim=False,
+    rope_theta=1e6,
     tie_word_embeddings=True,
-)  # fmt: skip
+)
 _YARN40 = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=128)
 
 
@@ -89,6 +108,8 @@ CONFIGS = {
         use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=1e6, rms_norm_eps=1e-5),
     "mamba2": _hf("mamba2", num_heads=4, head_dim=32, state_size=32, n_groups=2, layer_norm_epsilon=1e-5,
         rms_norm_eps=1e-5, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1),
+    "falcon-h1": _hf("falcon_h1", mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2,
+        mamba_d_state=32, rope_theta=1e11, rms_norm_eps=1e-5),
     "granitehybrid": _hf("granitemoehybrid", **_GRANITE, num_local_experts=4, num_experts_per_tok=2),
     "granitehybrid-dense": _hf("granitemoehybrid", **_GRANITE, num_local_experts=0, num_experts_per_tok=0,
         tie_word_embeddings=True),
@@ -405,11 +426,13 @@ def _of_states(arch: str, found, hf, config) -> None:
     """The keys of architectures with Mamba-2 or short convolutions."""
     if mamba := next(filter(None, (layer.mixer_of("mamba2") for layer in config.layers)), None):
         found |= {
-            "ARCH.ssm.conv_kernel": mamba.conv_kernel, "ARCH.ssm.state_size": mamba.state_size,
-            "ARCH.ssm.group_count": mamba.n_groups, "ARCH.ssm.time_step_rank": mamba.num_heads,
+            "ARCH.ssm.conv_kernel": mamba.conv_kernel,
+            "ARCH.ssm.state_size": mamba.state_size,
+            "ARCH.ssm.group_count": mamba.n_groups,
+            "ARCH.ssm.time_step_rank": mamba.num_heads,
             "ARCH.ssm.inner_size": mamba.num_heads * mamba.head_dim,
             "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        }  # fmt: skip
+        }
     if arch in OWN_METADATA:
         OWN_METADATA[arch](found, hf, config)
 
@@ -429,12 +452,15 @@ def _mamba2(found, hf, config) -> None:
 def _granite_hybrid(found, hf, config) -> None:
     found |= {
         "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
-        "ARCH.attention.key_length": None, "ARCH.rope.dimension_count": config.head_dim,
-        "ARCH.rope.scaling.finetuned": False, "ARCH.attention.scale": hf["attention_multiplier"],
+        "ARCH.attention.key_length": None,
+        "ARCH.rope.dimension_count": config.head_dim,
+        "ARCH.rope.scaling.finetuned": False,
+        "ARCH.attention.scale": hf["attention_multiplier"],
         "ARCH.embedding_scale": hf["embedding_multiplier"],
-        "ARCH.residual_scale": hf["residual_multiplier"], "ARCH.logit_scale": hf["logits_scaling"],
+        "ARCH.residual_scale": hf["residual_multiplier"],
+        "ARCH.logit_scale": hf["logits_scaling"],
         "ARCH.expert_shared_feed_forward_length": hf["shared_intermediate_size"],
-    }  # fmt: skip
+    }
 
 
 def _nemotron_h(found, hf, config) -> None:
@@ -443,32 +469,40 @@ def _nemotron_h(found, hf, config) -> None:
     found |= {
         "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
         "ARCH.feed_forward_length": [hf["intermediate_size"] * width for width in widths],
-        "ARCH.rope.dimension_count": 12, "ARCH.rope.scaling.finetuned": False,
-        "ARCH.attention.value_length": config.head_dim, "ARCH.leading_dense_block_count": None,
-    }  # fmt: skip
+        "ARCH.rope.dimension_count": 12,
+        "ARCH.rope.scaling.finetuned": False,
+        "ARCH.attention.value_length": config.head_dim,
+        "ARCH.leading_dense_block_count": None,
+    }
     if config.experts is None:
         found |= dict.fromkeys([key for key in found if key.startswith("ARCH.expert_")])
     else:
         found |= {
             "ARCH.expert_shared_feed_forward_length": hf["moe_shared_expert_intermediate_size"],
-            "ARCH.expert_shared_count": 1, "ARCH.moe_latent_size": hf["moe_latent_size"],
-        }  # fmt: skip
+            "ARCH.expert_shared_count": 1,
+            "ARCH.moe_latent_size": hf["moe_latent_size"],
+        }
 
 
 def _lfm2(found, hf, config) -> None:
     found |= {
         "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
-        "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps, "ARCH.vocab_size": hf["vocab_size"],
+        "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ARCH.vocab_size": hf["vocab_size"],
         "ARCH.shortconv.l_cache": config.layers[0].mixers[0].kernel_dim,
-    }  # fmt: skip
+    }
     if config.experts:
         found |= {"ARCH.leading_dense_block_count": 1, "ARCH.expert_gating_func": 2}
 
 
 OWN_METADATA = dict(
-    mamba2=_mamba2, granitehybrid=_granite_hybrid, nemotron_h=_nemotron_h, nemotron_h_moe=_nemotron_h,
-    lfm2=_lfm2, lfm2moe=_lfm2,
-)  # fmt: skip
+    mamba2=_mamba2,
+    granitehybrid=_granite_hybrid,
+    nemotron_h=_nemotron_h,
+    nemotron_h_moe=_nemotron_h,
+    lfm2=_lfm2,
+    lfm2moe=_lfm2,
+)
 
 
 def _gemma4(found, hf, stored) -> None:

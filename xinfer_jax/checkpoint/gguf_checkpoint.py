@@ -30,7 +30,7 @@ from .gguf_tensors import check_reranker, gguf_tensors
 _TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gpt-oss": "gpt_oss",
-    "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe", "mamba2": "mamba2",
+    "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe", "mamba2": "mamba2", "falcon-h1": "falcon_h1",
     "granitehybrid": "granitemoehybrid", "nemotron_h": "nemotron_h", "nemotron_h_moe": "nemotron_h",
     "lfm2": "lfm2", "lfm2moe": "lfm2_moe",
 }  # fmt: skip

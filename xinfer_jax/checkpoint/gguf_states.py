@@ -100,6 +100,18 @@ def granite_hybrid(own: Mapping[str, Any], settings: Settings, tensors: Mapping[
     )
 
 
+def falcon_h1(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
+    """Returns the settings of Falcon-H1. Matrices in the file have all its factors, so they are 1 here."""
+    return _mamba(own, "mamba") | dict(
+        mamba_d_ssm=integer(own, "ssm.inner_size"),
+        mamba_rms_norm=_has(tensors, ".ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=_has(tensors, ".ssm_in.bias"),
+        projectors_bias=_has(tensors, ".ssm_out.bias"),
+        mamba_conv_bias=_has(tensors, ".ssm_conv1d.bias"),
+    )
+
+
 def nemotron_h(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     """Returns the settings of Nemotron-H. A layer without key heads and without a feed-forward is Mamba-2."""
     (heads, found) = _key_heads(own, settings)
@@ -156,6 +168,7 @@ def lfm2_moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, A
 
 OF_STATES: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settings]] = {
     "mamba2": mamba2,
+    "falcon-h1": falcon_h1,
     "granitehybrid": granite_hybrid,
     "nemotron_h": nemotron_h,
     "nemotron_h_moe": nemotron_h_moe,

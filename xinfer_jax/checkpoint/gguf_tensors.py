@@ -63,19 +63,31 @@ _DELTA = Names(
 )  # fmt: skip
 _LATENT = Names(joined=(Joined("attn_kv_b", ("k_up", "v_up"), groups="num_attention_heads"),))
 _MAMBA2 = Names(
-    dict(A_log="ssm_a", D="ssm_d", dt_bias="ssm_dt.bias", gated_norm="ssm_norm.weight", ssm_o="ssm_out",
+    dict(
+        A_log="ssm_a",
+        D="ssm_d",
+        dt_bias="ssm_dt.bias",
+        gated_norm="ssm_norm.weight",
+        ssm_o="ssm_out",
         **{f"ssm_{part}": f"ssm_in.{part}" for part in ("z", "x", "b", "c", "dt")},
         **{f"conv_{part}": f"ssm_conv1d.{part}" for part in "xbc"},
-        **{f"conv_{part}_bias": f"ssm_conv1d.{part}.bias" for part in "xbc"}),
-    (Joined("ssm_in", ("ssm_z", "ssm_x", "ssm_b", "ssm_c", "ssm_dt")),
+        **{f"conv_{part}_bias": f"ssm_conv1d.{part}.bias" for part in "xbc"},
+    ),
+    (
+        Joined("ssm_in", ("ssm_z", "ssm_x", "ssm_b", "ssm_c", "ssm_dt")),
         Joined("ssm_conv1d.weight", ("conv_x", "conv_b", "conv_c")),
-        Joined("ssm_conv1d.bias", ("conv_x_bias", "conv_b_bias", "conv_c_bias"))),
-)  # fmt: skip
+        Joined("ssm_conv1d.bias", ("conv_x_bias", "conv_b_bias", "conv_c_bias")),
+    ),
+)
 _SHORT_CONV = Names(
-    dict(conv_taps="shortconv.conv.weight", conv_bias="shortconv.conv.bias", conv_o="shortconv.out_proj",
-        **{f"conv_{part}": f"shortconv.in_proj.{part}" for part in "bcx"}),
+    dict(
+        conv_taps="shortconv.conv.weight",
+        conv_bias="shortconv.conv.bias",
+        conv_o="shortconv.out_proj",
+        **{f"conv_{part}": f"shortconv.in_proj.{part}" for part in "bcx"},
+    ),
     (Joined("shortconv.in_proj", ("conv_b", "conv_c", "conv_x")),),
-)  # fmt: skip
+)
 _MATRICES = ("ssm_a", "ssm_d", "ssm_norm.weight")  # of Mamba-2: vectors in a checkpoint
 _MIXER_NAMES = {
     AttentionSpec.kind: _ATTENTION,
@@ -88,6 +100,7 @@ _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no
 _OWN_NAMES = dict.fromkeys(("qwen35", "qwen35moe", "gpt-oss", "glm4moe"), _POST_NORM)
 _OWN_NAMES |= dict.fromkeys(("nemotron_h", "nemotron_h_moe"), dict(mlp_norm="attn_norm.weight"))
 _OWN_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), dict(final_norm="token_embd_norm.weight"))
+_OWN_NAMES["falcon-h1"] = dict(mlp_norm="ffn_norm")
 # Rows of queries and keys alternate between the halves of a head.
 _IN_PAIRS = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _KEYS = ".attn_k_b.weight"  # of latent attention

@@ -25,6 +25,7 @@ ARCHITECTURES = (
     "deepseek2",
     "glm4moe",
     "mamba2",
+    "falcon-h1",
     "granitehybrid",
     "nemotron_h",
     "nemotron_h_moe",
@@ -33,7 +34,7 @@ ARCHITECTURES = (
 )
 _HYBRID = ("qwen35", "qwen35moe")
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
-_MAMBA = ("mamba2", "granitehybrid", *_NEMOTRON)
+_MAMBA = ("mamba2", "falcon-h1", "granitehybrid", *_NEMOTRON)
 _CONVOLUTIONS = ("lfm2", "lfm2moe")
 _LATENT = ("deepseek2",)
 _GROUPED = ("deepseek2", "glm4moe")  # experts that a router chooses in groups
@@ -107,7 +108,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # their defaults would be those of an
     ),
     "attention.head_count": tuple(arch for arch in ARCHITECTURES if arch != "mamba2"),
     "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4", *_GROUPED, *_NEMOTRON,
-        *_CONVOLUTIONS, "granitehybrid"),
+        *_CONVOLUTIONS, "falcon-h1", "granitehybrid"),
     "attention.head_count_kv": (*_NEMOTRON, *_CONVOLUTIONS, "granitehybrid"),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"),
         ("qwen3moe", "qwen35moe", "gpt-oss", "glm4moe", "nemotron_h_moe", "lfm2moe")),
