@@ -138,10 +138,16 @@ _LINEAR = dict(
 _L = "linear_attention"
 _MAMBA = dict(mamba_d_state=20, mamba_chunk_size=16)
 _FALCON = dict(
-    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8], mlp_multipliers=[0.9, 0.6], ssm_in_multiplier=1.25,
-    ssm_out_multiplier=0.4, attention_in_multiplier=1.1, attention_out_multiplier=0.8, key_multiplier=0.7,
-    embedding_multiplier=3.5, lm_head_multiplier=1.7,
-)  # fmt: skip
+    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8],
+    mlp_multipliers=[0.9, 0.6],
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.4,
+    attention_in_multiplier=1.1,
+    attention_out_multiplier=0.8,
+    key_multiplier=0.7,
+    embedding_multiplier=3.5,
+    lm_head_multiplier=1.7,
+)
 _GRANITE = dict(
     embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=1.5
 )

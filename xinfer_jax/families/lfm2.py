@@ -19,8 +19,7 @@ _OLDER_NAMES = dict(block_ff_dim="intermediate_size", tie_embedding="tie_word_em
 
 
 def read_lfm2(hf: Mapping, layers: int) -> dict[str, Any]:
-    if hf["hidden_act"] not in ("silu", "swish"):
-        raise InputError(f"hidden_act {format_value(hf['hidden_act'])} is not supported: LFM2's is 'silu'")
+    check_silu(hf, "LFM2")
     hf = {**hf, **{name: hf[older] for older, name in _OLDER_NAMES.items() if older in hf}}
     of_type = {
         CONV: LayerSpec((read_convolution(hf),)),
@@ -32,6 +31,12 @@ def read_lfm2(hf: Mapping, layers: int) -> dict[str, Any]:
         rms_norm_eps=get_number(hf, "norm_eps", (1e-30, 1)),
         tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
     )
+
+
+def check_silu(hf: Mapping, name: str) -> None:
+    """Raises InputError for another activation than silu. name: of the models, for the message."""
+    if hf["hidden_act"] not in ("silu", "swish"):
+        raise InputError(f"hidden_act {format_value(hf['hidden_act'])} is not supported: {name}'s is 'silu'")
 
 
 def read_convolution(hf: Mapping) -> ShortConvSpec:

@@ -12,7 +12,7 @@ from ..mixers.head_gated_attention import HeadGatedAttentionSpec
 from ..mixers.short_conv import ShortConvSpec
 from .family import Family, Names
 from .layer_fields import FULL, SLIDING, attention_bias, read_layer_types
-from .lfm2 import CONV, LEAVES, MIXER_NAMES, read_convolution, write_convolution
+from .lfm2 import CONV, LEAVES, MIXER_NAMES, check_silu, read_convolution, write_convolution
 from .rope_settings import read_rope, rope_per_layer_type, write_rope_per_layer_type
 from .values import get_boolean, get_integer, get_number
 
@@ -25,6 +25,7 @@ _PERIOD = 4  # layers: of each period the third one is full, and the first one s
 
 
 def read_lfm3(hf: Mapping, layers: int) -> dict[str, Any]:
+    check_silu(hf, "LFM3")
     types = read_layer_types(hf, layers, (CONV, FULL, SLIDING))
     if types is None:
         types = [

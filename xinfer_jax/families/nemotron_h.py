@@ -213,5 +213,6 @@ FAMILY = Family(
     Names(_LEAVES, _STACKED),
     {AttentionSpec.kind: _ATTENTION, Mamba2Spec.kind: mamba2_names("mixer")},
     prefixes=BACKBONE,
+    module_prefixes={"model.embed_tokens.": "model.embeddings.", "model.norm.": "model.norm_f."},
     complete=complete_nemotron_h,
 )
