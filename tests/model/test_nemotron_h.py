@@ -138,15 +138,21 @@ def test_names_of_transformers_are_read_too(name):
 def test_published_names():
     _, _, tensors = published("nemotron-h-published")
     assert {
-        "backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight",
-        "backbone.layers.0.norm.weight", "backbone.layers.0.mixer.in_proj.weight",
-        "backbone.layers.0.mixer.conv1d.weight", "backbone.layers.0.mixer.norm.weight",
-        "backbone.layers.1.norm.weight", "backbone.layers.1.mixer.experts.7.up_proj.weight",
+        "backbone.embeddings.weight",
+        "backbone.norm_f.weight",
+        "lm_head.weight",
+        "backbone.layers.0.norm.weight",
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.0.mixer.conv1d.weight",
+        "backbone.layers.0.mixer.norm.weight",
+        "backbone.layers.1.norm.weight",
+        "backbone.layers.1.mixer.experts.7.up_proj.weight",
         "backbone.layers.1.mixer.gate.e_score_correction_bias",
         "backbone.layers.1.mixer.shared_experts.down_proj.weight",
-        "backbone.layers.1.mixer.fc1_latent_proj.weight", "backbone.layers.2.mixer.o_proj.weight",
+        "backbone.layers.1.mixer.fc1_latent_proj.weight",
+        "backbone.layers.2.mixer.o_proj.weight",
         "backbone.layers.5.mixer.up_proj.weight",
-    } <= tensors.keys()  # fmt: skip
+    } <= tensors.keys()
     assert tensors["backbone.layers.0.mixer.conv1d.weight"].shape == (96 + 2 * 48, 1, 4)
 
 
@@ -179,9 +185,13 @@ def test_types_of_layers_have_three_names():
     base["num_hidden_layers"] = 5
     found = [
         from_hf(base | more)
-        for more in (dict(hybrid_override_pattern="ME*E-"), dict(layers_block_type=older),
-        dict(layer_types=names), dict(layers_block_type=names, hybrid_override_pattern="M"))
-    ]  # fmt: skip
+        for more in (
+            dict(hybrid_override_pattern="ME*E-"),
+            dict(layers_block_type=older),
+            dict(layer_types=names),
+            dict(layers_block_type=names, hybrid_override_pattern="M"),
+        )
+    ]
     assert all(config == found[0] for config in found)
     del base["num_hidden_layers"]
     assert from_hf(base | dict(hybrid_override_pattern="ME*E-")) == found[0]
@@ -236,7 +246,7 @@ BAD = {
         (dict(num_experts_per_tok=7), "num_experts_per_tok 7 is above 6"),
         (dict(attention_multiplier=None), "attention_multiplier must be a number above 0, got None"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,15 @@ _GROUPS = dict(
 )
 _LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
 _NEMOTRON = _GROUPS | dict(
-    mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=24, layer_norm_epsilon=1e-5,
-    moe_shared_expert_intermediate_size=36, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
-)  # fmt: skip
+    mamba_num_heads=6,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=24,
+    layer_norm_epsilon=1e-5,
+    moe_shared_expert_intermediate_size=36,
+    routed_scaling_factor=2.5,
+    mlp_hidden_act="relu2",
+)
 _YARN40 = dict(
     type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0,
     beta_fast=32, beta_slow=1,
