@@ -11,8 +11,9 @@ from xinfer_jax.engine import (
     prefix_cache as cache_module,
     scheduler as scheduler_module,
 )
-from xinfer_jax.engine.host_tier import HostTier
-from xinfer_jax.engine.row import LoadPages, PrefillChunk, ReadPages, Row, SavePages, Swap
+from xinfer_jax.engine.host_tier import HostTier, snapshot_name
+from xinfer_jax.engine.pages import PagePool
+from xinfer_jax.engine.row import LoadPages, PrefillChunk, ReadPages, Restore, Row, SavePages, Swap
 from xinfer_jax.engine.scheduler import Scheduler
 
 pytestmark = [pytest.mark.unit, pytest.mark.oldest]
@@ -40,10 +41,12 @@ class FakeDevice:
     """Executes the scheduler's actions on pages of cells that stand for bits. A cell has two hashes of the
     cell before it in the row's own pages, of the token and of the weights. The first is also of the program
     that wrote it. `row.expected` are the cells that a row should have. Files keep what is saved, by hash.
+    With snapshots, a slot's recurrent state is the last cell of its row.
     """
 
     def __init__(
-        self, slots, pages, prefix_cache=True, several_clients=False, host_pages=0, time_slice=0
+        self, slots, pages, prefix_cache=True, several_clients=False, host_pages=0, time_slice=0,
+        snapshots=0, host_snapshots=0,
     ):  # fmt: skip
         self.several_clients = several_clients
         self.steps = 0
@@ -51,9 +54,12 @@ class FakeDevice:
         self.names = set()
         self.host_cells = {}
         self.reads = []
-        self.tier = HostTier(host_pages, self.names) if host_pages else None
+        self.tier = HostTier(host_pages, self.names, host_snapshots) if host_pages else None
         sizes = slots, pages, CAPACITY, CHUNK
-        self.scheduler = Scheduler(*sizes, prefix_cache, self.tier, time_slice=time_slice)
+        self.snapshots = PagePool(1 + snapshots) if snapshots else None
+        self.scheduler = Scheduler(*sizes, prefix_cache, self.tier, self.snapshots, time_slice)
+        self.states = {}  # by slot, and by preempted row
+        self.snapshot_cells, self.host_snapshot_cells = {}, {}
         self.cells = [[None] * PAGE_SIZE for _ in range(pages)]
         self.rows = []
         self.queue = []
@@ -61,7 +67,7 @@ class FakeDevice:
         self.texts = []  # prompts with their answers, of rows that ended
         self.weights = 0
         self.known = set()  # prefixes that the cache may have
-        self.lost = host_pages > 0  # whether cached pages were evicted
+        self.lost = host_pages + snapshots > 0  # whether cached pages were evicted
         self.num_cached = 0
 
     def submit(self, ids, most, **options):
@@ -93,11 +99,13 @@ class FakeDevice:
             elif not isinstance(action, Swap):
                 self.transfer(action)
             elif action.out:
+                self.states[action.row] = self.states.get(action.slot)
                 if action.pages:  # else it begins anew
                     self.host[action.row] = [self.cells[page].copy() for page in action.pages]
                 self.queue.append(action.row)
             else:
                 self.admit(action.row)
+                self.states[action.slot] = self.states[action.row]
                 for page, cells in zip(action.pages, self.host.pop(action.row), strict=True):
                     self.cells[page] = cells
         outs = [action.row for action in actions if isinstance(action, Swap) and action.out]
@@ -117,6 +125,9 @@ class FakeDevice:
                 self.names.add(name)
         elif isinstance(action, ReadPages):
             self.reads.append(action)
+        elif isinstance(action, Restore):
+            cells = self.host_snapshot_cells if action.on_host else self.snapshot_cells
+            self.states[action.slot] = cells[action.snapshot]
         else:
             row = action.row
             if row in self.queue:
@@ -131,11 +142,14 @@ class FakeDevice:
     def end_read(self, at, good):
         """Ends a read: some of its pages are read, the files of the others are lost."""
         read = self.reads.pop(at % len(self.reads))
-        count = good % (len(read.names) + 1)
+        names = [*read.names, *([read.snapshot[1]] if read.snapshot else [])]
+        count = good % (len(names) + 1)
         for name, host_page in zip(read.names[:count], read.host_pages, strict=False):
             if read.epoch == self.tier.epoch:
                 self.host_cells[host_page] = self.files[name].copy()
-        self.names -= {*read.names[count:]}
+        if count > len(read.names) and read.epoch == self.tier.epoch:
+            self.host_snapshot_cells[read.snapshot[2]] = self.files[read.snapshot[1]]
+        self.names -= {*names[count:]}
         self.scheduler.record_read(read, count)
 
     def admit(self, row):
@@ -169,9 +183,19 @@ class FakeDevice:
             self.write(row, row.ids[at], program)
         if is_last:
             row.sampled.append(len(row.ids) % 2)
-        self.scheduler.record_prefill(chunk)
+        if taken := self.scheduler.record_prefill(chunk):
+            self.take_snapshot(taken, self.states[row.slot])
         if row.weights == self.weights:
             self.cache(row, row.ids[: row.num_computed], start, by_program=True)
+
+    def take_snapshot(self, taken, state):
+        """Replaces a snapshot by a state, after the old one is copied to host memory and to a file."""
+        if taken.saved:
+            cell = self.snapshot_cells[taken.saved.snapshot]
+            self.host_snapshot_cells[taken.saved.host_snapshot] = cell
+            self.files[name := snapshot_name(taken.saved.name)] = cell
+            self.names.add(name)
+        self.snapshot_cells[taken.snapshot] = state
 
     def program(self, row, at):
         if row.logprobs_from is not None:
@@ -187,7 +211,11 @@ class FakeDevice:
         at = len(row.expected)
         before = [self.cells[row.pages[(at - 1) // PAGE_SIZE]][(at - 1) % PAGE_SIZE]] if at else []
         assert self.scheduler.pool.ref_counts[row.pages[at // PAGE_SIZE]] == 1  # shared pages are not written
-        self.cells[row.pages[at // PAGE_SIZE]][at % PAGE_SIZE] = self.bits(row, before, token, program)
+        if before and self.snapshots:  # the slot has the state after the token before
+            state = self.states[row.slot]
+            assert state == before[0] or (not row.exact and state[1] == before[0][1])
+        cell = self.bits(row, before, token, program)
+        self.cells[row.pages[at // PAGE_SIZE]][at % PAGE_SIZE] = self.states[row.slot] = cell
         row.expected.append(self.bits(row, row.expected, token, program))
 
     def prefix(self, row, ids, end, by_program):
@@ -254,7 +282,9 @@ class FakeDevice:
         assert valid or not pages & set(self.scheduler.pool.page_of_hash.values())
         if not valid and self.tier:
             hashes = {*row.page_hashes, *row.token_hashes}
-            assert not hashes & {*self.tier.pool.page_of_hash, *self.names}
+            hashes |= {*map(snapshot_name, hashes)}
+            found = {*self.tier.pool.page_of_hash, *self.tier.snapshots.page_of_hash, *self.names}
+            assert not hashes & found
         self.scheduler.end(row)
         self.rows.remove(row)
         self.queue = [other for other in self.queue if other is not row]
@@ -298,13 +328,17 @@ class FakeDevice:
                 )
 
     def check_tier(self):
-        """No page in host memory is lost, and those that rows and reads need are kept."""
-        pool = self.tier.pool
+        """No page in host memory is lost, and those that rows and reads need are kept. The same is true for
+        snapshots.
+        """
         kept = [page for row in self.rows for page in row.host_pages]
         kept += [page for read in self.reads for page in read.host_pages]
-        assert pool.ref_counts == [kept.count(page) for page in range(pool.size)]
-        assert sorted([0, *pool.free, *pool.cached, *set(kept)]) == [*range(pool.size)]
-        assert pool.cached.keys() <= pool.hashes_of_page.keys() <= {*pool.cached, *kept}
+        kept_snapshots = [read.snapshot[2] for read in self.reads if read.snapshot]
+        for pool, used in ((self.tier.pool, kept), (self.tier.snapshots, kept_snapshots)):
+            assert pool.ref_counts == [used.count(page) for page in range(pool.size)]
+            assert sorted([0, *pool.free, *pool.cached, *set(used)]) == [*range(pool.size)]
+            assert pool.cached.keys() <= pool.hashes_of_page.keys() <= {*pool.cached, *used}
+        pool = self.tier.pool
         assert self.tier.read <= {*range(1, pool.size)}
         assert {*self.scheduler.waiting_for_files} <= {*self.queue} & {read.row for read in self.reads}
 
@@ -388,6 +422,20 @@ LATE = st.tuples(st.just("late"), st.integers(0, 9))
 )
 def test_any_requests_with_pages_beyond_the_device(small_sizes, slots, pages, host_pages, steps, names):
     run(FakeDevice(slots, pages, several_clients=True, host_pages=host_pages), steps, names)
+
+
+@pytest.mark.full
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([12, 16, 26]),
+    st.sampled_from([0, 3, 20, 60]),
+    st.integers(1, 4),
+    st.lists(st.one_of(STEPS, STEPS, STEPS, READ, LATE), min_size=50, max_size=120),
+)
+def test_any_requests_with_snapshots_of_states(small_sizes, slots, pages, host_pages, snapshots, steps):
+    beyond = dict(host_pages=host_pages, host_snapshots=snapshots if host_pages else 0)
+    run(FakeDevice(slots, pages, several_clients=True, snapshots=snapshots, **beyond), steps, "aab")
 
 
 def run(device, steps, names=("",)):

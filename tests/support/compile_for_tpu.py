@@ -335,6 +335,19 @@ def compile_mamba_step(device, rows, *sizes) -> list[str]:
     return copies(compiled(steps, *args, donate_argnums=2).as_text(), args[2])
 
 
+# Rows, tokens, then as above.
+MAMBA_PROMPTS = [
+    (2, 300, 64, 64, 8, 128, BF16),
+    (1, 70, 48, 64, 1, 128, F32),
+    (1, 256, 32, 128, 2, 256, BF16),
+]
+
+
+def compile_mamba_prompts(device, rows, tokens, *sizes) -> None:
+    args = mamba_shapes(device, (rows, tokens), *sizes)
+    compiled(partial(kernels_pallas.run_kernel, "tpu", "mamba_prefill"), *args)
+
+
 SLOTS = 5
 DELTA_DRAFTS = [(8, tokens, 16, 32, 128, 128, BF16) for tokens in (SLOTS, 0)]  # 0: before those of a prompt
 
@@ -379,6 +392,7 @@ def compile_all(device, tpu: str) -> int:
         ("delta_prefill", compile_delta_prompts, DELTA_PROMPTS),
         ("delta_drafts", compile_delta_drafts, DELTA_DRAFTS),
         ("mamba_step", compile_mamba_step, MAMBA_STEPS),
+        ("mamba_prefill", compile_mamba_prompts, MAMBA_PROMPTS),
         ("append and attention", compile_step, CASES),
     ]
     failures = 0

@@ -24,7 +24,7 @@ _RESULT_STAYS = {"prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens", "read_unread",
     "finish_pages", "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state",
-    "release_cache", "restore_cache", "adopt_params", "set_adapter",
+    "save_snapshot", "release_cache", "restore_cache", "adopt_params", "set_adapter",
 }  # fmt: skip
 _UPDATE = "update"  # the message that asks for new weights
 _CLOSE = "close"  # the message that ends `Follower.run`

@@ -212,7 +212,7 @@ class EngineCore:
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
             elif isinstance(action, Restore):
-                self.device.load_state(action.slot, action.snapshot)
+                self.device.load_state(action.slot, action.snapshot, action.on_host)
             elif action.out:
                 self._swap_out(action, answer)
             else:
@@ -242,8 +242,10 @@ class EngineCore:
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs.extend(tokens[max(0, row.logprobs_from - chunk.start - 1) :])
         self._counters.prefill_tokens += chunk.count
-        if snapshot := self.scheduler.record_prefill(chunk):
-            self.device.save_state(row.slot, snapshot)
+        if taken := self.scheduler.record_prefill(chunk):
+            if taken.saved:
+                self.tiers.execute(taken.saved)
+            self.device.save_state(row.slot, taken.snapshot)
         if chunk.is_last and answer in self._restarted:
             self.device.set_row(row.slot, self._restarted.pop(answer), False)
         elif chunk.is_last:

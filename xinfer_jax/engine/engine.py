@@ -16,6 +16,7 @@ from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
 from ..draft_heads.draft import Draft, place_draft
 from ..errors import InputError, format_value
+from ..memory_plan import format_mib
 from ..ops.operation import without_mesh_context
 from ..processes.control_channel import ControlChannel
 from ..sharding import on_auto_mesh
@@ -140,6 +141,9 @@ class LocalEngine(EngineLoop):
         device, self._warm_up = create_device(self.model.params, config, shape, shape.warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
         beyond = f" + {shape.host_pages} host pages" if shape.host_pages else ""
+        if shape.host_snapshots:
+            size = format_mib(shape.host_snapshots * shape.state_bytes)
+            beyond += f" + {shape.host_snapshots} host snapshots ({size})"
         self.about = (
             f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}{beyond}:"
             f" {self.memory}, ready in {time.perf_counter() - began:.1f} s{rest}"
@@ -152,7 +156,7 @@ class LocalEngine(EngineLoop):
             self.follower = Follower(device, self.channel)
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
-        tier = HostTier(shape.host_pages, files) if shape.host_pages else None
+        tier = HostTier(shape.host_pages, files, shape.host_snapshots) if shape.host_pages else None
         snapshots = PagePool(1 + shape.snapshots) if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
         scheduler = Scheduler(*sizes, shape.prefix_cache, tier, snapshots, shape.time_slice)

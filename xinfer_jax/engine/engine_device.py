@@ -80,7 +80,8 @@ class Device:
         pools: (k, v) of each mixer with keys.
         states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
-        host: pages in host memory. None: there are none, or this is a dry run.
+        host, host_snapshots: pages, and snapshots of recurrent states, in host memory. None: there are none,
+            or this is a dry run.
         adapters: the adapters. None: it has none.
     """
 
@@ -108,6 +109,8 @@ class Device:
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
+        has_host = shape.host_snapshots and not dry_run
+        self.host_snapshots = HostPages(shape.host_snapshots, self._snapshots) if has_host else None
         row = self._initial_rows([NewRow(self._empty_call)])
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
         rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
@@ -122,8 +125,8 @@ class Device:
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
-        if self.host:
-            self.host.finish()
+        for host in filter(None, (self.host, self.host_snapshots)):
+            host.finish()
         caches = self.pools, self.states, self._snapshots
         self._shardings = jax.tree.map(lambda x: x.sharding, caches)
         for x in jax.tree.leaves(caches):
@@ -427,8 +430,20 @@ class Device:
         states = self._states_of(slot)
         self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
 
-    def load_state(self, slot: int, snapshot: int) -> None:
-        self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
+    def save_snapshot(self, snapshot: int, host_snapshot: int) -> None:
+        """Copies a snapshot to a place in host memory. The device makes the copy meanwhile."""
+        assert self.host_snapshots is not None
+        states = self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1))
+        self.host_snapshots.save(np.array([host_snapshot]), states)
+
+    def load_state(self, slot: int, snapshot: int, on_host: bool = False) -> None:
+        """Copies a snapshot into the recurrent states of a slot. on_host: the snapshot is in host memory."""
+        if on_host:
+            assert self.host_snapshots is not None
+            states = self.host_snapshots.load(np.array([snapshot]), self._snapshots)
+        else:
+            states = self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1))
+        self._set_states(slot, states)
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """Returns the row of a slot, and its recurrent states. on_host: these in host memory."""
@@ -618,8 +633,8 @@ class Device:
         shape = self._shape
         parts = (
             lambda: shape.empty_pools(self.config, self._feature_dtype, self._mesh),
-            lambda: self._empty_states(shape.rows),
-            lambda: self._empty_states(shape.snapshots),
+            lambda: shape.empty_states(self.config, shape.rows, self._mesh),
+            lambda: shape.empty_states(self.config, shape.snapshots, self._mesh),
         )
         pools, states, snapshots = map(self._create, parts)
         return pools, states, snapshots
@@ -654,17 +669,6 @@ class Device:
         self.pools = (*cache_pools(cache), *head)
         if with_states:
             self._set_states(slot, cache_states(cache))
-
-    def _empty_states(self, rows: int) -> tuple[LayerCache, ...]:
-        shape = self._shape
-        drafts = shape.num_draft_tokens and 1 + shape.num_draft_tokens
-        lengths_B: Any = np.zeros(rows, np.int32)
-        layers = (
-            mixer.empty_cache(rows, shape.capacity, shape.cache_dtype, self._mesh)
-            for mixer in self.config.cached_mixers
-            if not mixer.has_keys
-        )
-        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
         """Returns the recurrent states of a slot, as caches of one row."""

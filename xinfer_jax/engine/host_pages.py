@@ -1,5 +1,5 @@
-"""`HostPages`: the contents of pages in host memory. If a model is over several processes, each process has
-its parts.
+"""`HostPages`: the contents of pages in host memory, or of snapshots of recurrent states. If a model is over
+several processes, each process has its parts.
 """
 
 import math
@@ -15,7 +15,8 @@ class HostPages:
     to `pages`.
 
     A page is a row of the block: its keys and values of all layers, one array after another, each as the
-    device has it in `pools`. Over several processes each has the parts of its devices.
+    device has it in `pools`. Over several processes each has the parts of its devices. A snapshot of
+    recurrent states is a page too: then `pools` are the device's snapshots.
     """
 
     def __init__(self, pages: int, pools: Any):

@@ -6,13 +6,21 @@ evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pa
 """
 
 from collections.abc import Collection, Sequence
+from hashlib import sha256
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from .pages import PagePool
-from .row import ReadPages, Row, SavePages
+from .row import ReadPages, Row, SavePages, SaveSnapshot
 
 COPIED_PAGES = 8  # that one program copies to host memory, or back
+
+
+def snapshot_name(page_hash: bytes) -> bytes:
+    """Returns the name that the file of a snapshot of recurrent states has, as pages have their hashes.
+    page_hash: the hash of the page at whose end it was taken.
+    """
+    return sha256(b"snapshot" + page_hash).digest()
 
 
 class FoundPrefix(NamedTuple):
@@ -24,6 +32,8 @@ class FoundPrefix(NamedTuple):
     host_pages: list[int]
     names: list[bytes]  # of pages in files, as in `ReadPages`, with their hashes
     hashes: list[bytes]
+    # The snapshot of recurrent states at their end, if it is in a file alone: its hash, and the file's name.
+    snapshot: tuple[bytes, bytes] | None = None
 
     @property
     def total(self) -> int:
@@ -37,17 +47,21 @@ class FoundPrefix(NamedTuple):
 
 
 class HostTier:
-    """A limited number of pages in host memory. The least recently used page is evicted. A page has the bits
-    that its hash stands for, so the same page may be on the device as well.
+    """A limited number of pages in host memory, and of snapshots of recurrent states. The least recently used
+    page is evicted, and so is the least recently used snapshot. A page has the bits that its hash stands for,
+    so the same page may be on the device as well.
 
     Attributes:
         pool: the pool of these pages. "Used" pages are the ones that a row still has to load, that are read
             from a file, and that are written to a file.
+        snapshots: the pool of snapshots, as in `PrefixCache`.
         files: `PageFiles`, or another set of the hashes of pages that are in files.
     """
 
-    def __init__(self, pages: int, files: Any = None):
+    def __init__(self, pages: int, files: Any = None, snapshots: int = 0):
+        """snapshots: the number of snapshots of recurrent states. 0: the model has no such states."""
         self.pool = PagePool(pages + 1)  # page 0 is none of them
+        self.snapshots = PagePool(snapshots + 1)
         self.files = set[bytes]() if files is None else files
         self.epoch = 0  # how often the prefix cache was emptied
         self.read: set[int] = set()  # pages that came from files, and were not loaded since
@@ -83,26 +97,56 @@ class HostTier:
         self.read.difference_update(host_pages)
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
+    def find_snapshot(self, hashes: Sequence[bytes]) -> tuple[bytes, bytes] | None:
+        """Returns `FoundPrefix.snapshot` for a snapshot in a file, or None. hashes: the hash by which it will
+        be found, and another hash by which a file may have it.
+        """
+        names = map(snapshot_name, hashes)
+        return next(((hashes[0], name) for name in names if name in self.files), None)
+
+    def save_snapshot(self, snapshot: int, hashes: Sequence[bytes]) -> SaveSnapshot | None:
+        """Returns the action that saves a snapshot that the device replaces, with its hashes. None: it is
+        saved already, or there is no memory for it.
+        """
+        pool = self.snapshots
+        pool.touch([saved for page_hash in hashes for saved in pool.find([page_hash])])
+        new = [page_hash for page_hash in hashes if page_hash not in pool.page_of_hash]
+        return SaveSnapshot(snapshot, pool.add(new), new[0]) if new and pool.num_available else None
+
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
         """Returns the action that reads the pages of a row's prompt from files, or None if there is no memory
-        for any.
+        for any. A snapshot of recurrent states is read with all pages before it.
         """
         self.pool.reuse(found.host_pages)  # they are not evicted for those in files
         count = min(len(found.names), self.pool.num_available)
+        snapshot = None
+        if found.snapshot and self.snapshots.num_available and count == len(found.names):
+            snapshot = (*found.snapshot, *self.snapshots.allocate(1))
+        elif found.snapshot:
+            count = 0
         host_pages = self.pool.allocate(count)
         self.read.difference_update(host_pages)
         self.pool.release(found.host_pages)
-        if not count:
+        if not count and not snapshot:
             return None
-        return ReadPages(row, found.names[:count], found.hashes[:count], host_pages, self.epoch)
+        num_pages = found.total if snapshot else count
+        names = found.names[:count], found.hashes[:count]
+        return ReadPages(row, *names, host_pages, self.epoch, snapshot, num_pages)
 
     def record_read(self, read: ReadPages, count: int) -> None:
-        """Records that the first `count` pages were read. The other pages could not be read."""
+        """Records that the first `count` files were read: pages, and then a snapshot. The other files could
+        not be read.
+        """
         if read.epoch == self.epoch:
             for page, page_hash in zip(read.host_pages[:count], read.hashes, strict=False):
                 self.pool.cache(page, page_hash)
             self.read |= {page for page in read.host_pages if page in self.pool.hashes_of_page}
         self.pool.release(read.host_pages)
+        if read.snapshot:
+            page_hash, _, place = read.snapshot
+            if read.epoch == self.epoch and count > len(read.names):
+                self.snapshots.cache(place, page_hash)
+            self.snapshots.release([place])
 
     def load(self, host_pages: Sequence[int]) -> int:
         """Lets a row load pages that were kept for it. Returns the number of pages that came from files."""
@@ -114,8 +158,11 @@ class HostTier:
     def remove(self, hashes: Collection[bytes]) -> None:
         """Removes these hashes: no page is found by them any more."""
         self.pool.remove(hashes)
+        self.snapshots.remove(hashes)
         for page_hash in hashes:
             self.files.discard(page_hash)
+            if self.snapshots.size > 1:
+                self.files.discard(snapshot_name(page_hash))
 
     def clear(self) -> None:
         """Removes all hashes, for new weights: no page is found any more. Rows load the pages that are kept
@@ -123,3 +170,4 @@ class HostTier:
         """
         self.epoch += 1
         self.pool.clear_cache()
+        self.snapshots.clear_cache()

@@ -4,15 +4,16 @@ Python, without arrays.
 A page is found only by rows whose own program would write the same bits: its hash covers the program. The
 length of a prompt alone decides which program computes a token, so whole chunks are reused. Prompts with
 log-probabilities have another program, and so other pages. Models with linear attention reuse pages up to a
-snapshot of the states, taken at the end of a full chunk. Decoding takes none.
+snapshot of the states, taken at the end of a full chunk. Decoding takes none. With a host tier, a snapshot
+that the device replaces is saved in host memory.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 
 from .host_tier import FoundPrefix, HostTier
 from .pages import PAGE_SIZE, PagePool, hash_pages
-from .row import Row
+from .row import Restore, Row, SaveSnapshot, TakeSnapshot
 
 # What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
 ANY_PROGRAM = 0
@@ -57,8 +58,8 @@ class PrefixCache:
             exact = exact.first(exact.total * PAGE_SIZE // self._chunk * self._chunk // PAGE_SIZE)
         by_tokens = self._find(row, row.token_hashes[:max_hits], in_files) if row.share_answers else none
         row.shared = PAGE_SIZE * max(exact.total, by_tokens.total)
-        exact = self._up_to_snapshot(exact, row.page_hashes)
-        by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
+        exact = self._up_to_snapshot(row, exact, row.page_hashes, in_files)
+        by_tokens = self._up_to_snapshot(row, by_tokens, row.token_hashes, in_files)
         row.exact = by_tokens.total <= exact.total
         return exact if row.exact else by_tokens
 
@@ -70,26 +71,44 @@ class PrefixCache:
             if row.cacheable:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
-    def take_snapshot(self, row: Row) -> int:
-        """Returns the snapshot into which a row's recurrent states are to be copied, as they are now at the
-        end of a chunk. 0: into none.
+    def take_snapshot(self, row: Row) -> TakeSnapshot | None:
+        """Returns the action that copies a row's recurrent states into a snapshot, as they are now at the end
+        of a chunk. None: no snapshot is taken.
         """
-        if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
-            return 0
-        if row.num_computed // self._chunk not in self._snapshot_ends(row, self._snapshots.size - 1):
-            return 0
+        snapshots = self._snapshots
+        if snapshots is None or not row.cacheable or row.num_computed % self._chunk:
+            return None
+        if row.num_computed // self._chunk not in self._snapshot_ends(row, snapshots.size - 1):
+            return None
         last = row.num_computed // PAGE_SIZE - 1
-        return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
+        hashes = [*([row.page_hashes[last]] if row.exact else []), row.token_hashes[last]]
+        if all(page_hash in snapshots.page_of_hash for page_hash in hashes):
+            return None
+        saved = [] if snapshots.free else self.save_snapshots(1)
+        return TakeSnapshot(snapshots.add(hashes), saved[0] if saved else None)
 
-    def snapshot_at(self, row: Row, pages: int) -> int:
-        """Returns the snapshot at the end of these pages of a row's prompt, which were found just now. 0: of
-        none.
+    def save_snapshots(self, count: int) -> list[SaveSnapshot]:
+        """Frees up to `count` snapshots on the device, the least recently used first. Returns the actions
+        that save them in host memory.
         """
-        if self._snapshots is None or not pages:
-            return 0
-        (snapshot,) = self._snapshots.find([(row.page_hashes if row.exact else row.token_hashes)[pages - 1]])
-        self._snapshots.touch([snapshot])
-        return snapshot
+        if self._snapshots is None or self._host is None:
+            return []
+        evicted = self._snapshots.evict(count)
+        return list(filter(None, starmap(self._host.save_snapshot, evicted)))
+
+    def restore(self, row: Row, pages: int) -> Restore | None:
+        """Returns the action that copies the snapshot at the end of these pages of a row's prompt, which were
+        found just now, into the row's slot. None: there is none.
+        """
+        pools = self._snapshot_pools
+        if not pools or not pages:
+            return None
+        page_hash = (row.page_hashes if row.exact else row.token_hashes)[pages - 1]
+        pool = next(pool for pool in pools if page_hash in pool.page_of_hash)
+        (snapshot,) = pool.find([page_hash])
+        pool.touch([snapshot])
+        assert row.slot is not None
+        return Restore(row, row.slot, snapshot, pool is not self._snapshots)
 
     def uncache(self, row: Row) -> None:
         """Lets no tier find the pages of a row and of its prompt."""
@@ -139,16 +158,31 @@ class PrefixCache:
         factor = 1 + int(chunks ** (1 / others))
         return {chunks, row.shared // self._chunk, *(factor**i for i in range(others))}
 
-    def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
+    def _up_to_snapshot(
+        self, row: Row, found: FoundPrefix, hashes: Sequence[bytes], in_files: bool
+    ) -> FoundPrefix:
         """Returns the first of these pages, up to the last one at whose end there is a snapshot of the
         states.
         """
-        if self._snapshots is None:
+        pools = self._snapshot_pools
+        if not pools:
             return found
-        ends = (
-            count for count in range(found.total, 0, -1) if hashes[count - 1] in self._snapshots.page_of_hash
-        )
-        return found.first(next(ends, 0))
+        for count in range(found.total, 0, -1):
+            page_hash = hashes[count - 1]
+            if any(page_hash in pool.page_of_hash for pool in pools):
+                return found.first(count)
+            if in_files and self._host:
+                names = page_hash, row.page_hashes[count - 1]
+                if snapshot := self._host.find_snapshot(names):
+                    return found.first(count)._replace(snapshot=snapshot)
+        return found.first(0)
+
+    @property
+    def _snapshot_pools(self) -> list[PagePool]:
+        """The snapshots on the device and then in host memory. []: the model has no recurrent states."""
+        if self._snapshots is None:
+            return []
+        return [self._snapshots, self._host.snapshots] if self._host else [self._snapshots]
 
     def _find(self, row: Row, hashes: Sequence[bytes], in_files: bool) -> FoundPrefix:
         """Returns the first cached pages of these hashes, which are all of one kind."""

@@ -181,6 +181,22 @@ class Restore(NamedTuple):
     row: Row
     slot: int
     snapshot: int
+    on_host: bool  # it is in host memory
+
+
+class SaveSnapshot(NamedTuple):
+    """Copy a snapshot of recurrent states to host memory, before the device replaces it."""
+
+    snapshot: int
+    host_snapshot: int
+    name: bytes  # the hash by which a file may have it
+
+
+class TakeSnapshot(NamedTuple):
+    """Copy the recurrent states of a row's slot into a snapshot, as they are now."""
+
+    snapshot: int
+    saved: SaveSnapshot | None  # of the old contents, which comes first
 
 
 class SavePages(NamedTuple):
@@ -210,7 +226,11 @@ class ReadPages(NamedTuple):
     hashes: list[bytes]  # by which these pages will be found
     host_pages: list[int]
     epoch: int  # of the prefix cache
+    # The snapshot of recurrent states at the end of these pages, which is read after them: its hash, the name
+    # of its file, and its place in host memory. None: it is in no file, or needs none.
+    snapshot: tuple[bytes, bytes, int] | None
+    num_pages: int  # of the prompt that the row would prefill otherwise
 
 
-Transfer = SavePages | LoadPages | ReadPages  # between the tiers of the prefix cache
+Transfer = SavePages | SaveSnapshot | LoadPages | ReadPages  # between the tiers of the prefix cache
 Action = Swap | PrefillChunk | Restore | Transfer

@@ -12,7 +12,7 @@ from .clients import Clients
 from .host_tier import COPIED_PAGES, HostTier
 from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
 from .prefix_cache import ANY_PROGRAM, PrefixCache
-from .row import Action, LoadPages, PrefillChunk, ReadPages, Restore, Row, Swap
+from .row import Action, LoadPages, PrefillChunk, ReadPages, Row, Swap, TakeSnapshot
 
 URGENT = 16  # a row whose priority is higher by this much preempts another row
 
@@ -37,7 +37,8 @@ class Scheduler:
     chunks, but never the last.
 
     Host tier: pages that the prefix cache evicts are saved in host memory. A row loads the pages of its
-    prompt, a few in an action, when it would prefill them. They count as prefilled: rows are preempted for
+    prompt, a few in an action, when it would prefill them. If the model has recurrent states, its slot gets
+    the states at the end of these pages before. They count as prefilled: rows are preempted for
     them only as they are for a prompt. A row whose next pages are in files waits until they are in host
     memory. It does not wait in the queue, so other waiting rows continue.
 
@@ -48,8 +49,8 @@ class Scheduler:
         chunk: the tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: True: rows share pages.
         host: the prefix cache beyond the device.
-        snapshots: snapshots of recurrent states, if the model has these. They are taken at the end of some
-            full chunks, and cached pages are reused only up to one.
+        snapshots: snapshots of recurrent states on the device, if the model has these. They are taken at the
+            end of some full chunks, and cached pages are reused only up to one.
         time_slice: seconds. 0: there are no time slices.
     """
 
@@ -147,13 +148,13 @@ class Scheduler:
                 return [*actions, chunk]
         return actions
 
-    def record_prefill(self, chunk: PrefillChunk) -> int:
+    def record_prefill(self, chunk: PrefillChunk) -> TakeSnapshot | None:
         """Records that a chunk's program was called: the prefix cache may find its pages from now on. Returns
-        the snapshot into which the row's recurrent states are to be copied. 0: into none.
+        the action that copies the row's recurrent states into a snapshot. None: no snapshot is taken.
         """
         row = chunk.row
         if row.ended:
-            return 0
+            return None
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
         self.prefixes.cache(row, chunk.start)
@@ -312,8 +313,8 @@ class Scheduler:
             row.hits = row.num_computed
             self.hits += row.hits
             self.prefixes.keep_host_pages(row, found.host_pages)
-        if snapshot := self.prefixes.snapshot_at(row, len(hits)):
-            actions.append(Restore(row, row.slot, snapshot))
+        if restore := self.prefixes.restore(row, found.total):
+            actions.append(restore)
         self.pool.reuse(hits)
         others = [other for other in self.rows_with_slots if other.client == row.client]
         earlier = [r for r in others + self.clients.client_of(row).waiting if r.arrival < row.arrival]

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.sharding import Mesh
 
 from .. import __version__
@@ -15,6 +16,7 @@ from ..adapters.adapter import row_matrices
 from ..backends.cpu.cpu_features import numerics_features
 from ..cache.fingerprint import draft_fingerprint, fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
+from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_features, empty_pools
 from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
@@ -44,6 +46,7 @@ _PAGES_FRACTION = 0.5  # of the memory beside the weights
 _MOST_AUTO_TOKENS = 4  # draft tokens in each pass with draft_tokens="auto"
 _UNREAD_TOKENS = 64  # of a row that its draft head reads together, if steps had no draft tokens
 _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
+_CHUNKS_OF_SNAPSHOT = 4  # of host pages, for each snapshot in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,8 @@ class EngineShape(EngineOptions):
         weight_bytes: the bytes of parameters and adapters.
         page_bytes: the bytes of one page in all layers.
         state_bytes: the bytes of one row's recurrent states in all layers. 0: the model has none.
-        snapshots: the number of snapshots of such states that the prefix cache keeps.
+        snapshots: the number of snapshots of such states that the prefix cache keeps on the device.
+        host_snapshots: the number of such snapshots in host memory.
         adapter_bytes: the bytes of all adapters.
         num_routes: experts of a token in all layers, which are recorded with its keys. 0: they are not.
         head: the draft head. None: the engine has none.
@@ -72,6 +76,7 @@ class EngineShape(EngineOptions):
     page_bytes: int = 0
     state_bytes: int = 0
     snapshots: int = 0
+    host_snapshots: int = 0
     adapter_bytes: int = 0
     num_routes: int = 0
     head: DraftHead | None = None
@@ -91,6 +96,19 @@ class EngineShape(EngineOptions):
         head: Any = self.head
         own = empty_pools(head.config, self.pages, self.cache_dtype, mesh)
         return (*pools, *own, (empty_features(self.pages, head.feature_size, dtype, mesh), None))
+
+    def empty_states(
+        self, config: ModelConfig, rows: int, mesh: Mesh | None = None
+    ) -> tuple[LayerCache, ...]:
+        """Returns the recurrent states of this number of rows: the cache of each mixer without keys."""
+        drafts = self.num_draft_tokens and 1 + self.num_draft_tokens
+        lengths_B: Any = np.zeros(rows, np.int32)
+        layers = (
+            mixer.empty_cache(rows, self.capacity, self.cache_dtype, mesh)
+            for mixer in config.cached_mixers
+            if not mixer.has_keys
+        )
+        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
     @property
     def extra_slots(self) -> int:
@@ -135,7 +153,7 @@ class EngineShape(EngineOptions):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all pages, recurrent states and their snapshots."""
+        """Bytes of all pages, recurrent states and their snapshots on the device."""
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
     def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
@@ -203,6 +221,8 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
     check_page_dtype(dtype := options.cache_dtype)
     rows = options.rows
     of_state = state_bytes(config)
+    snapshots = max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0
+    on_host = options.host_pages * PAGE_SIZE // (_CHUNKS_OF_SNAPSHOT * options.chunk)
     num_adapters = options.max_adapters or 0
     head = engine_head(model, options)
     sizes: dict[str, Any] = dict(
@@ -210,7 +230,8 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
         pages=options.pages or 0,
         cache_dtype=default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype),
         state_bytes=of_state,
-        snapshots=max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0,
+        snapshots=snapshots,
+        host_snapshots=max(snapshots, on_host) if snapshots and options.host_pages else 0,
         head=head,
         num_routes=math.prod(routes_shape(config)) if options.routed_experts else 0,
         adapter_bytes=(num_adapters + 1) * _adapter_bytes(model, options.max_rank) if num_adapters else 0,
@@ -250,7 +271,10 @@ def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
         mesh = concrete_mesh_of(model.params)
         devices = model.params["final_norm"].sharding.addressable_devices
         part = len(devices) / mesh.size if mesh else 1  # of this process
-        host = {"host pages": int(part * shape.host_pages * shape.page_bytes)}
+        host = {
+            "host pages": int(part * shape.host_pages * shape.page_bytes),
+            "host snapshots": int(part * shape.host_snapshots * shape.state_bytes),
+        }
         if next(iter(devices)).platform == "cpu":
             host["weights and pages"] = plan.total
         MemoryPlan(host).check("ask for fewer host_pages", host_memory_bytes())
@@ -275,11 +299,6 @@ def _check_host_pages(model: Model, options: EngineOptions) -> None:
     """Raises InputError if the options of pages beyond the device contradict each other."""
     host_pages = options.host_pages
     directory = options.page_directory
-    if host_pages and state_bytes(model.config):
-        raise InputError(
-            f"host_pages={host_pages} are not supported for a model with recurrent states, of which"
-            " snapshots are on the device only: leave them out"
-        )
     if host_pages and not options.prefix_cache:
         raise InputError(f"host_pages={host_pages} are of the prefix cache: leave out prefix_cache=False")
     if directory is not None and not host_pages:
@@ -289,12 +308,13 @@ def _check_host_pages(model: Model, options: EngineOptions) -> None:
 
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
-    """Returns the settings on which the bits of a page depend, in addition to its tokens and the programs
-    that wrote them.
+    """Returns the settings on which the bits of a page depend, and of a snapshot of recurrent states, in
+    addition to its tokens and the programs that wrote them.
     """
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
     one_page = dataclasses.replace(shape, pages=1)
     pools = jax.eval_shape(lambda: one_page.empty_pools(config, activation_dtype(params)))
+    states = jax.eval_shape(lambda: shape.empty_states(config, 1))
     mesh = concrete_mesh_of(params)
     device = next(iter(params["final_norm"].sharding.device_set))
     options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"
@@ -304,7 +324,7 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
         factors=[config.rope.short_factor, config.rope.long_factor],
         versions=[__version__, jax.__version__, jaxlib.__version__], device=device.device_kind,
         cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
-        dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves(pools)],
+        dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves((pools, states))],
         mesh=mesh.size if mesh else 1, impl=shape.impl,
         adapters=adapters, capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
         options=[getattr(jax.config, name) for name in options],

@@ -63,9 +63,12 @@ class WeightSwitch:
         self, answer: Answer, recomputes: bool, version: int, adapter_version: int | None = None
     ) -> None:
         """Continues an answer whose next tokens come from these versions (`Answer.record_version`). It
-        restarts the answer if its keys are recomputed.
+        restarts the answer if its keys are recomputed, or cannot be continued.
         """
-        restarts = recomputes and answer.row.num_computed > 0
+        row = answer.row
+        # The states in its slot are of the end of pages that it has not loaded, and will not load now.
+        is_ahead = bool(row.host_pages) and self._core.shape.state_bytes > 0
+        restarts = (recomputes or is_ahead) and row.num_computed > 0
         if answer.has_begun:
             answer.record_version(self.version)  # it may have nothing but found pages
             answer.record_version(version, restarts, adapter_version)

@@ -46,8 +46,6 @@ def select_mamba(
     """
     if abstract_mesh_of(layer["conv_x"]):
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
-    if config.hidden_act != "silu":
-        return kernels_pallas.Selection("xla", f"the activation {config.hidden_act}")
     support = kernels_pallas.support
     args = x, layer["conv_x"], _kernel_state(cache)
     backend = support.backend_of(name, impl or kernels_pallas.dispatch.device_impl().impl)
