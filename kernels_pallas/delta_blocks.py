@@ -5,7 +5,7 @@ C is the number of tokens of a block. Other letters are as in `reference_delta`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ BLOCK = 64  # tokens
 PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
 Parts = tuple[Any, Any, Any]
+Tokens = TypeVar("Tokens", bound=Any)  # `NewToken` or another named tuple
 # Two numbers whose sum is the logarithm of the decay up to a token: differences of the first are exact.
 LogDecay = Sequence[Any]
 
@@ -43,22 +44,29 @@ def _rounded(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((bits + 0x8000) & ~0xFFFF, jnp.float32)
 
 
-def pad_tokens(new: NewToken) -> NewToken:
-    """Returns tokens [B, T, ...] up to whole blocks."""
-    missing = -new.q.shape[1] % BLOCK
-    return NewToken(*(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new)) if missing else new
+def pad_tokens(new: Tokens) -> Tokens:
+    """Returns tokens, a tuple of arrays [B, T, ...], up to whole blocks."""
+    missing = -new[0].shape[1] % BLOCK
+    return new._make(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new) if missing else new
 
 
 def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[LogDecay, jax.Array]:
     """Returns float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and
     beta. Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
-    steps = log_steps(new, weights, num_tokens_B)
-    B, T, N = steps[0].shape
-    decay, beta = (jnp.moveaxis(x, 2, 1).reshape(B, N, T // BLOCK, BLOCK) for x in steps)
+    return in_blocks(*log_steps(new, weights, num_tokens_B))
+
+
+def in_blocks(decay_BTN: jax.Array, strength_BTN: jax.Array) -> tuple[LogDecay, jax.Array]:
+    """Returns float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and
+    the strength of each write. decay_BTN: the logarithm of the decay of each token.
+    """
+    B, T, N = decay_BTN.shape
+    shape = B, N, T // BLOCK, BLOCK
+    decay, strength = (jnp.moveaxis(x, 2, 1).reshape(shape) for x in (decay_BTN, strength_BTN))
     decay = jnp.maximum(decay, -_MOST_DECAY)
     coarse = jnp.round(decay / _COARSE) * _COARSE
-    return (jnp.cumsum(coarse, -1), jnp.cumsum(decay - coarse, -1)), beta
+    return (jnp.cumsum(coarse, -1), jnp.cumsum(decay - coarse, -1)), strength
 
 
 def decay_between(later: LogDecay, earlier: LogDecay) -> jax.Array:
@@ -84,7 +92,17 @@ def system(
         beta_C1: strengths of the writes.
         offset: the distance by which the first row is below the first column.
     """
-    row, column = (lax.broadcasted_iota(jnp.int32, keys_CC.shape, axis) for axis in (0, 1))
-    row += offset
-    between_CC = jnp.exp(jnp.where(row >= column, decay_between(total_C1, total_1C), -jnp.inf))
-    return jnp.where(row > column, beta_C1 * keys_CC * between_CC, 0), queries_CC * between_CC
+    distance_CC = distances(keys_CC.shape, offset)
+    between_CC = decays_within(distance_CC, total_C1, total_1C)
+    return jnp.where(distance_CC > 0, beta_C1 * keys_CC * between_CC, 0), queries_CC * between_CC
+
+
+def distances(shape: tuple[int, ...], offset: int = 0) -> jax.Array:
+    """Returns by how many tokens each row is after each column. offset: by how many the first ones are."""
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return row + offset - column
+
+
+def decays_within(distance_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay) -> jax.Array:
+    """Returns the decay from the token of each column to the token of each row, 0 if that is before it."""
+    return jnp.exp(jnp.where(distance_CC >= 0, decay_between(total_C1, total_1C), -jnp.inf))

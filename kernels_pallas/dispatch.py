@@ -21,7 +21,7 @@ IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
     "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
     "summarize_logits", "gated_experts", "product", "rope_append", "delta_step", "delta_prefill",
-    "delta_drafts",
+    "delta_drafts", "mamba_step", "mamba_prefill",
 )  # fmt: skip
 
 
@@ -138,8 +138,8 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
             not support the call.
         args: the kernel's first arrays (or anything with shape and dtype). They are q, k, v and perhaps
             `KeyBias`, or x, or x and the weight, or x, the experts' matrices and perhaps their biases, or q
-            and the caches, or q, the taps of its convolution and the `DeltaState`. `SideBySide` and
-            `Latents` are k, and v is None.
+            and the caches, or q, the taps of its convolution and the `DeltaState`, or x, its taps and the
+            `MambaState`. `SideBySide` and `Latents` are k, and v is None.
         obstacle: the reason why no kernel supports the call, if the caller knows one.
 
     Raises:

@@ -6,16 +6,20 @@ from typing import Any
 from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Latents, Levels, SideBySide
 from .mxfp4 import Mxfp4, is_for_tpu
 from .reference_delta import DeltaState
+from .reference_mamba import MambaState
 from .reference_products import FEW_ROWS, Matrix
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _DELTA = ("delta_step", "delta_prefill", "delta_drafts")
+_MAMBA = ("mamba_step", "mamba_prefill")
 _TRITON_ONLY = (
-    "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", *_DELTA,
+    "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", *_DELTA, *_MAMBA,
 )  # fmt: skip
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
-_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", *_DELTA)
+_ON_TPU = (
+    *_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", *_DELTA, *_MAMBA,
+)  # fmt: skip
 _WIDTHS = (64, 128, 256)
 _WIDEST = 512  # of heads in attention
 _MOST_WALKED = 128  # width of heads of linear attention, whose blocks fit into a GPU's shared memory
@@ -47,6 +51,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
             return _unsupported_experts(*args)
         if kernel in _DELTA:
             return _unsupported_delta(*args) or _unsupported_delta_on_tpu(*args)
+        if kernel in _MAMBA:
+            return _unsupported_mamba(*args) or _unsupported_mamba_on_tpu(*args)
         unsupported = _unsupported_keys if kernel in _OF_KEYS_ON_TPU else _unsupported_rows
         return unsupported(kernel, *args)
     if any(isinstance(arg, SideBySide) for arg in args):
@@ -59,8 +65,8 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if kernel == "gated_experts" and isinstance(args[1], Mxfp4 | Matrix):
         return _unsupported_quantized_experts(*args)
-    if kernel in _DELTA:
-        return _unsupported_delta(*args) or _too_wide(kernel, args[2])
+    if kernel in (*_DELTA, *_MAMBA):
+        return _unsupported_state(kernel, *args)
     if reason := next(filter(None, (too_large(arg) for arg in args if arg is not None)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
@@ -194,18 +200,23 @@ def _stored_by_experts(*matrices: Any) -> str | None:
     return None
 
 
+def _unsupported_state(kernel: str, *args: Any) -> str | None:
+    """Returns the reason why a GPU's kernel does not take linear attention or Mamba-2, or None."""
+    if kernel in _MAMBA:
+        return _unsupported_mamba(*args)
+    if reason := _unsupported_delta(*args):
+        return reason
+    width = max(args[2].state.shape[2:])
+    is_prompt = kernel == "delta_prefill"
+    return f"head width {width} is above {_MOST_WALKED}" if is_prompt and width > _MOST_WALKED else None
+
+
 def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:
     """Returns the reason why no kernel takes a step of linear attention, or None."""
     if reason := _unsupported_dtypes((q,)) or _unsupported_dtypes((taps,)):
         return reason
     others = {*old.state.shape[2:]} - {*_WIDTHS}
     return f"head width {min(others)} is not one of {', '.join(map(str, _WIDTHS))}" if others else None
-
-
-def _too_wide(kernel: str, old: DeltaState) -> str | None:
-    width = max(old.state.shape[2:])
-    is_prompt = kernel == "delta_prefill"
-    return f"head width {width} is above {_MOST_WALKED}" if is_prompt and width > _MOST_WALKED else None
 
 
 def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
@@ -216,6 +227,25 @@ def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
         return f"head width {min(widths)} is less than {LANES}"
     size = 4 * heads * math.prod(widths)
     return f"a state of {size} bytes a row, more than {_TPU_STATE_BYTES}" if size > _TPU_STATE_BYTES else None
+
+
+def _unsupported_mamba(x: Any, taps: Any, old: MambaState) -> str | None:
+    """Returns the reason why no kernel takes a step of Mamba-2, or None."""
+    if reason := _unsupported_dtypes((x,)) or _unsupported_dtypes((taps,)):
+        return reason
+    for name, size in zip(("head width", "state size"), old.state.shape[2:], strict=True):
+        if size not in _WIDTHS:
+            return f"{name} {size} is not one of {', '.join(map(str, _WIDTHS))}"
+    return None
+
+
+def _unsupported_mamba_on_tpu(x: Any, taps: Any, old: MambaState) -> str | None:
+    if "float16" in (x.dtype, taps.dtype):
+        return "dtype float16"
+    _, heads, _, size = old.state.shape
+    if size < LANES:  # half-empty lanes: XLA stores the state in another order of axes
+        return f"state size {size} is less than {LANES}"
+    return f"{heads} heads, not a multiple of 8" if heads % 8 else None
 
 
 def _unaligned_slots(kernel: str, kv: SideBySide | Latents) -> str | None:

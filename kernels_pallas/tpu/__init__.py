@@ -9,5 +9,7 @@ from .delta_drafts import delta_drafts as delta_drafts
 from .delta_prompts import delta_prefill as delta_prefill
 from .experts import gated_experts as gated_experts
 from .head import int8_head_argmax as int8_head_argmax, lm_head_argmax as lm_head_argmax
+from .mamba import mamba_step as mamba_step
+from .mamba_prompts import mamba_prefill as mamba_prefill
 from .products import product as product
 from .route import route as route

@@ -19,7 +19,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..delta_blocks import (
     BLOCK,
-    PAIRS,
     LogDecay,
     Parts,
     decay_between,
@@ -38,13 +37,20 @@ from ..reference_delta import (
     inputs_after,
     unit,
 )  # fmt: skip
-from .parts import dot, emulator
+from .parts import emulator
+from .prompt_blocks import (
+    SUBLANES,
+    TOKENS,
+    VMEM_BYTES,
+    convolve,
+    dot_parts,
+    rows_before,
+    tile_within,
+    walk_blocks,
+)  # fmt: skip
 
-_TOKENS = 256  # of a grid step
 _VALUE_HEADS = 16  # of a grid step, if it has more than one key head
-_SUBLANES = 8
 _HALF = BLOCK // 2
-_VMEM_BYTES = 64 * 2**20
 
 
 class _Refs(NamedTuple):
@@ -78,21 +84,17 @@ def delta_prefill(
     heads = _key_heads(K, N // K)
     groups = K // heads
     n = N // groups
-    tokens = min(_TOKENS, new.q.shape[1])
+    tokens = min(TOKENS, new.q.shape[1])
     steps = jax.tree.leaves(gates(new, weights, num_tokens_B))
     steps = [x.reshape(B, groups, n, *x.shape[2:]) for x in steps]
     columns = jnp.moveaxis(jnp.concatenate(steps, 2).reshape(B, groups, 3 * n, -1), 2, 3)
     total = tuple(jnp.moveaxis(x, 2, 3) for x in steps[:2])
-    rows = [jnp.swapaxes(x, 1, 2).reshape(B, W, -1) for x in before]
-    rows = [jnp.pad(x, ((0, 0), (_SUBLANES - W, 0), (0, 0))) for x in rows]
+    rows = rows_before(before)
     operands = _Refs(
         start_B, num_tokens_B, new[:4], total, columns, tuple(x.T for x in weights[:3]),
         weights.norm_Y[None], rows, old.state, new.z, old.state, None,
     )  # fmt: skip
-
-    def tile(count: Any, b: Any, t: Any) -> Any:
-        """Returns the index of a tile within the length, so that tiles past it are not copied."""
-        return jnp.minimum(t, jnp.maximum(pl.cdiv(count[b], tokens) - 1, 0))
+    tile = partial(tile_within, tokens)
 
     def of_tokens(x: Any) -> pl.BlockSpec:
         index = lambda b, g, t, _, count: (b, tile(count, b, t), g)  # noqa: E731
@@ -105,12 +107,12 @@ def delta_prefill(
         (1, 1, tokens // BLOCK, n, BLOCK), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0, 0)
     )
     of_out = pl.BlockSpec((1, tokens, n * Y), lambda b, g, t, *_: (b, t, g))
-    of_before = [pl.BlockSpec((1, _SUBLANES, x.shape[2] // groups), lambda b, g, *_: (b, 0, g)) for x in rows]
+    of_before = [pl.BlockSpec((1, SUBLANES, x.shape[2] // groups), lambda b, g, *_: (b, 0, g)) for x in rows]
     of_states = pl.BlockSpec((1, n, H, Y), lambda b, g, *_: (b, g, 0, 0))
     of_columns = pl.BlockSpec((1, 1, tokens, 3 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0))
     of_norm = pl.BlockSpec((1, Y), lambda *_: (0, 0))
     in_specs = [*map(of_tokens, operands.new), of_total, of_total, of_columns, *map(of_lanes, operands.taps)]
-    scratch = [pltpu.VMEM((_SUBLANES + BLOCK, x.shape[2] // groups), jnp.float32) for x in rows]
+    scratch = [pltpu.VMEM((SUBLANES + BLOCK, x.shape[2] // groups), jnp.float32) for x in rows]
     structure = jax.tree.structure(operands._replace(inputs=scratch))
     arrays = jax.tree.leaves(operands._replace(out=None, after=None))
     out, state = pl.pallas_call(
@@ -124,7 +126,7 @@ def delta_prefill(
         ),
         out_shape=[result_type(x.shape, x.dtype, *arrays) for x in (new.z, old.state)],
         input_output_aliases={len(arrays) - 1: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=emulator(interpret),
         name="delta_prefill",
     )(*arrays)
@@ -138,28 +140,7 @@ def _key_heads(key_heads: int, group: int) -> int:
 
 
 def _kernel(refs: _Refs, static: tuple[int, float]) -> None:
-    row = pl.program_id(0)
-    tile = pl.program_id(2)
-    tokens = refs.out.shape[1]
-    left = refs.count[row] - tile * tokens  # tokens
-
-    @pl.when(tile == 0)
-    def _begin() -> None:
-        is_kept = (refs.start[row] > 0) | (refs.count[row] == 0)
-        refs.after[...] = jnp.where(is_kept, refs.old[...], 0)
-        for before, inputs in zip(refs.before, refs.inputs, strict=True):
-            inputs[:_SUBLANES] = before[0]
-
-    def each(i: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)
-        has_tokens = left > i * BLOCK
-        pl.when(has_tokens)(partial(_block, refs, i, at, left - i * BLOCK, *static))
-
-        @pl.when(jnp.logical_not(has_tokens))
-        def _clear() -> None:
-            refs.out[0, at] = jnp.zeros((BLOCK, refs.out.shape[2]), refs.out.dtype)
-
-    lax.fori_loop(0, tokens // BLOCK, each, None)
+    walk_blocks(refs, lambda *args: _block(refs, *args, *static))
 
 
 def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> None:
@@ -168,7 +149,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
     """
     (n, H, Y) = refs.after.shape[1:]
     is_real_C1 = lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < left
-    q, k, v = (_convolve(refs, j, at, is_real_C1) for j in range(3))
+    q, k, v = (convolve(refs, j, at, is_real_C1) for j in range(3))
     coarse, fine, beta = (refs.columns[0, 0, at, j * n : (j + 1) * n] for j in range(3))
     from_begin = jnp.exp(coarse + fine)
     to_end = jnp.exp(decay_between((coarse[-1:], fine[-1:]), (coarse, fine)))
@@ -177,9 +158,9 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
     both = [
         split(jnp.concatenate([keys[h], unit(q[:, h * H : (h + 1) * H]) * H**-0.5], 0)) for h in range(heads)
     ]
-    with_keys = [jnp.split(_dot(x, tuple(part[:BLOCK] for part in x), 1), 2) for x in both]
+    with_keys = [jnp.split(dot_parts(x, tuple(part[:BLOCK] for part in x), 1), 2) for x in both]
     states = [jnp.concatenate([refs.after[0, h * group + m] for m in range(group)], 1) for h in range(heads)]
-    with_states = [_dot(both[h], split(states[h]), 0) for h in range(heads)]
+    with_states = [dot_parts(both[h], split(states[h]), 0) for h in range(heads)]
     lower: list[jax.Array] = []
     weights: list[jax.Array] = []
     right = []
@@ -196,11 +177,11 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
         of_state_CY = with_states[h][:BLOCK, m % group * Y : (m % group + 1) * Y]
         right.append(beta_C1 * (v[:, m * Y : (m + 1) * Y] - from_begin[:, column] * of_state_CY))
     written = _solve(lower, right)
-    inside = [_dot(split(x), split(y), 0) for x, y in zip(weights, written, strict=True)]
+    inside = [dot_parts(split(x), split(y), 0) for x, y in zip(weights, written, strict=True)]
     for h in range(heads):
         values = range(h * group, (h + 1) * group)
         added = [to_end[:, m : m + 1] * written[m] for m in values]
-        more = _dot(tuple(x[:BLOCK].T for x in both[h]), split(jnp.concatenate(added, 1)), 0)
+        more = dot_parts(tuple(x[:BLOCK].T for x in both[h]), split(jnp.concatenate(added, 1)), 0)
         for j, m in enumerate(values):
             lanes = slice(j * Y, (j + 1) * Y)
             decay_C1 = from_begin[:, m : m + 1]
@@ -211,25 +192,16 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
             refs.out[0, at, at_m] = jnp.where(is_real_C1, normed, jnp.zeros_like(normed))
 
 
-def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
-    """Returns silu of the convolution, float32 [C, heads · width], of q, k or v. Stores its last inputs."""
-    inputs = refs.inputs[j]
-    inputs[_SUBLANES:] = jnp.where(is_real_C1, refs.new[j][0, at].astype(jnp.float32), 0)
-    taps = refs.taps[j][...].astype(jnp.float32)
-    first = _SUBLANES + 1 - len(taps)
-    y: Any = sum(inputs[first + w : first + w + BLOCK] * taps[w : w + 1] for w in range(len(taps)))
-    inputs[:_SUBLANES] = inputs[BLOCK:]
-    return jax.nn.silu(y)
-
-
 def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
     """Returns the solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after
     the other.
     """
     inverses = _inverses(lower)
-    first = [_dot(a, split(y[:_HALF]), 0) for (a, _), y in zip(inverses, right, strict=True)]
-    taken = [_dot(split(x[_HALF:, :_HALF]), split(y), 0) for x, y in zip(lower, first, strict=True)]
-    second = [_dot(b, split(y[_HALF:] - z), 0) for (_, b), y, z in zip(inverses, right, taken, strict=True)]
+    first = [dot_parts(a, split(y[:_HALF]), 0) for (a, _), y in zip(inverses, right, strict=True)]
+    taken = [dot_parts(split(x[_HALF:, :_HALF]), split(y), 0) for x, y in zip(lower, first, strict=True)]
+    second = [
+        dot_parts(b, split(y[_HALF:] - z), 0) for (_, b), y, z in zip(inverses, right, taken, strict=True)
+    ]
     return [jnp.concatenate(halves, 0) for halves in zip(first, second, strict=True)]
 
 
@@ -245,27 +217,18 @@ def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
     squares = [jnp.where(lane % BLOCK < _HALF, pair[:_HALF], pair[_HALF:]) for pair in pairs]
     rest = [jnp.where(row == lane % _HALF, 1.0, 0.0)] * len(pairs)
     done = []
-    for first in range(0, _HALF, _SUBLANES):
-        for j in range(_SUBLANES):
+    for first in range(0, _HALF, SUBLANES):
+        for j in range(SUBLANES):
             index = lane[first:] // _HALF * _HALF + first + j
             rest = [
                 x - jnp.take_along_axis(square[first:], index, 1) * x[j : j + 1]
                 for x, square in zip(rest, squares, strict=True)
             ]
-        done.append([x[:_SUBLANES] for x in rest])
-        rest = [x[_SUBLANES:] for x in rest]
+        done.append([x[:SUBLANES] for x in rest])
+        rest = [x[SUBLANES:] for x in rest]
     parts = [split(jnp.concatenate(rows, 0)) for rows in zip(*done, strict=True)]
     squares_of = [
         [tuple(x[:, i : i + _HALF] for x in part) for i in range(0, 2 * BLOCK, _HALF)] for part in parts
     ]
     found = [(a, b) for four in squares_of for a, b in (four[:2], four[2:])]
     return found[: len(lower)]
-
-
-def _dot(a: Parts, b: Parts, axis: int) -> jax.Array:
-    """Runs `parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a
-    matrix unit: of 64 or 128 numbers it would use a part of it six times.
-    """
-    left = jnp.concatenate([a[i] for i, _ in PAIRS], 1)
-    right = jnp.concatenate([b[i] for _, i in PAIRS], axis)
-    return dot(left, right, axis)

@@ -8,4 +8,6 @@ from .delta_drafts import delta_drafts as delta_drafts
 from .delta_prompts import delta_prefill as delta_prefill
 from .experts import gated_experts as gated_experts
 from .logits import summarize_logits as summarize_logits
+from .mamba import mamba_step as mamba_step
+from .mamba_prompts import mamba_prefill as mamba_prefill
 from .products import product as product

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, gated, rounded, unit
-from .delta_prompts import call_kernel
+from .recurrent import Convolution, call_kernel
 
 _TILE = 2**13  # numbers of the state that a program has at once
 _COLUMNS = 64  # of these at most
@@ -104,18 +103,6 @@ def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps
 
 
 def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:
-    """Returns silu of the convolution, float32, of some columns of head n of q, k or v. Moves its inputs by
-    one.
-    """
-    W, X = refs.old[i].shape[2:]
-    columns = pl.ds(n * X + first, width)
-    places = [(row, n, w, pl.ds(first, width)) for w in range(W)]
-    inputs = [jnp.where(begins, 0, refs.old[i][place]) for place in places]
-    inputs.append(refs.new[i][row, columns].astype(jnp.float32))
-    taps = (refs.weights[i][columns, w].astype(jnp.float32) for w in range(W + 1))
-    total: Any = sum(x * tap for x, tap in zip(inputs, taps, strict=True))
-    if not interpret:
-        pltriton.debug_barrier()  # several warps have loaded the same inputs
-    for place, x in zip(places, inputs[1:], strict=True):
-        refs.after[i][place] = x
-    return jax.nn.silu(total)
+    """Returns silu of the convolution of some columns of head n of q, k or v. Moves its inputs by one."""
+    convolution = Convolution(refs.old[i], refs.new[i], refs.weights[i], refs.after[i])
+    return convolution.step((row, n), first, width, begins, interpret)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from ..delta_drafts import DraftTokens, draft_call
 from ..reference_delta import DeltaState, DeltaWeights, NewToken, normed_results
-from .delta_prompts import call_kernel
+from .recurrent import call_kernel
 
 _TILE = 2**12  # numbers of the state that a program has
 

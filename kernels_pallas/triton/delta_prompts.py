@@ -8,7 +8,6 @@ state has to wait for the block before. So there are two kernels:
 - Programs of the second kernel walk the blocks of a row in order, for some columns of a value head's state.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from ..delta_blocks import (
     BLOCK,
-    PAIRS,
     LogDecay,
     Parts,
     decay_between,
@@ -29,7 +26,6 @@ from ..delta_blocks import (
     split,
     system,
 )  # fmt: skip
-from ..dispatch import result_type
 from ..reference_delta import (
     DeltaState,
     DeltaWeights,
@@ -39,6 +35,7 @@ from ..reference_delta import (
     inputs_after,
     normed_results,
 )  # fmt: skip
+from .recurrent import call_kernel, dot_parts, load_parts, wait
 
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
@@ -91,33 +88,6 @@ def delta_prefill(
     return out, DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
 
 
-def call_kernel(
-    kernel: Callable, grid: tuple[int, ...], operands: Any, outs: Any, name: str, warps: int, interpret: bool,
-    in_place: int = 0,
-) -> Any:  # fmt: skip
-    """Returns the results of a kernel of pytrees. outs: their types. in_place: the number of last results
-    that have the memory of the last operands.
-    """
-    arrays = jax.tree.leaves(operands)
-    types = jax.tree.leaves(outs)
-    structure: Any = jax.tree.structure((operands, outs))
-
-    def body(*refs: Any) -> None:
-        (of_operands, of_outs) = jax.tree.unflatten(structure, refs)
-        kernel(*of_operands, *of_outs)
-
-    results = pl.pallas_call(
-        body,
-        grid=grid,
-        out_shape=[result_type(x.shape, x.dtype, *arrays) for x in types],
-        input_output_aliases={len(arrays) - i: len(types) - i for i in range(1, in_place + 1)},
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name=name,
-    )(*arrays)
-    return jax.tree.unflatten(jax.tree.structure(outs), results)
-
-
 def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
     """Runs the first kernel: a block of a value head of a row."""
     out = _Solved(*solved)
@@ -137,9 +107,9 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
 
         def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:
             depth = pl.ds(p * _SOLVE_DEPTH, _SOLVE_DEPTH)
-            keys_PC = _load(read.keys, (row, columns, head, depth), transposed=True)
-            left = (_load(x, (row, rows, head, depth)) for x in (read.keys, read.queries))
-            return tuple(y + _dot(x, keys_PC) for x, y in zip(left, products, strict=True))
+            keys_PC = load_parts(read.keys, (row, columns, head, depth), transposed=True)
+            left = (load_parts(x, (row, rows, head, depth)) for x in (read.keys, read.queries))
+            return tuple(y + dot_parts(x, keys_PC) for x, y in zip(left, products, strict=True))
 
         zeros = jnp.zeros((_SQUARE, _SQUARE), jnp.float32)
         keys_CC, queries_CC = lax.fori_loop(0, read.keys[0].shape[3] // _SOLVE_DEPTH, add, (zeros, zeros))
@@ -156,9 +126,9 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
 
         lax.fori_loop(0, 2, invert, None)
         below = split(square(1, 0))
-        _wait(interpret)  # until all warps have stored the inverses
-        first, second = (_load(out.inverse, (row, n, i, half(r), half(r))) for r in range(2))
-        store(out.inverse, 1, 0, -_dot(split(_dot(second, below)), first))
+        wait(interpret)  # until all warps have stored the inverses
+        first, second = (load_parts(out.inverse, (row, n, i, half(r), half(r))) for r in range(2))
+        store(out.inverse, 1, 0, -dot_parts(split(dot_parts(second, below)), first))
         for to in out:
             store(to, 0, 1, jnp.zeros((_SQUARE, _SQUARE), jnp.float32))
 
@@ -182,22 +152,22 @@ def _walk(  # noqa: PLR0913
         of_queries_CX: Any = 0
         for depth, x_PX in zip(depths, state, strict=True):
             x_parts = split(x_PX)
-            of_keys_CX += _dot(_load(read.keys, (row, tokens, head, depth)), x_parts)
-            _wait(interpret)
-            of_queries_CX += _dot(_load(read.queries, (row, tokens, head, depth)), x_parts)
-            _wait(interpret)
+            of_keys_CX += dot_parts(load_parts(read.keys, (row, tokens, head, depth)), x_parts)
+            wait(interpret)
+            of_queries_CX += dot_parts(load_parts(read.queries, (row, tokens, head, depth)), x_parts)
+            wait(interpret)
         right_CX = beta_C1 * (v_ref[row, tokens, n, columns] - from_begin_C1 * of_keys_CX)
-        written_CX = _dot(_load(solved.inverse, (row, n, i)), split(right_CX))
-        _wait(interpret)
-        inside_CX = _dot(_load(solved.weights, (row, n, i)), split(written_CX))
+        written_CX = dot_parts(load_parts(solved.inverse, (row, n, i)), split(right_CX))
+        wait(interpret)
+        inside_CX = dot_parts(load_parts(solved.weights, (row, n, i)), split(written_CX))
         out_ref[row, tokens, n, columns] = from_begin_C1 * of_queries_CX + inside_CX
         end = [ref[row, n, i, BLOCK - 1] for ref in read.total]
         added = split(jnp.exp(decay_between(end, total_C1)) * written_CX)
         after = []
         for depth, x_PX in zip(depths, state, strict=True):
-            _wait(interpret)
-            keys_PC = _load(keys, (row, tokens, head, depth), transposed=True)
-            after.append(x_PX * jnp.exp(sum(end)) + _dot(keys_PC, added))
+            wait(interpret)
+            keys_PC = load_parts(keys, (row, tokens, head, depth), transposed=True)
+            after.append(x_PX * jnp.exp(sum(end)) + dot_parts(keys_PC, added))
         return after
 
     is_kept = (start_ref[row] > 0) | (count == 0)
@@ -220,26 +190,7 @@ def _inverse(lower_CC: jax.Array) -> jax.Array:
 
     def double(i: Any, inverse_CC: jax.Array) -> jax.Array:
         inverse = split(inverse_CC)
-        return inverse_CC - _dot(split(_dot(inverse, split(below(i)))), inverse)
+        return inverse_CC - dot_parts(split(dot_parts(inverse, split(below(i)))), inverse)
 
     first_CC = jnp.where(row == column, 1.0, 0.0) - below(0)
     return lax.fori_loop(1, len(lower_CC).bit_length() - 1, double, first_CC)
-
-
-def _wait(interpret: bool) -> None:
-    """Loads that follow stay after it: all of them at once would need more registers than there are."""
-    if not interpret:
-        pltriton.debug_barrier()
-
-
-def _load(refs: Parts, at: Any, transposed: bool = False) -> Parts:
-    (a, b, c) = (ref[at].T if transposed else ref[at] for ref in refs)
-    return a, b, c
-
-
-def _dot(a: Parts, b: Parts) -> jax.Array:
-    """Returns the product of float32 matrices in parts."""
-    total: Any = 0
-    for i, j in PAIRS:
-        total += jnp.dot(a[i], b[j], preferred_element_type=jnp.float32)
-    return total

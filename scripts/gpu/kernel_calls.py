@@ -19,10 +19,12 @@ from xinfer_jax.kernels_pallas import (
     reference,
     reference_append,
     reference_delta,
+    reference_mamba,
     reference_products,
 )
 from xinfer_jax.kernels_pallas.key_layouts import LANES, Latents, join, quantize
 from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax.kernels_pallas.reference_mamba import MambaState, MambaToken, MambaWeights
 from xinfer_jax.kernels_pallas.reference_products import FP8_BLOCK, Matrix, RowAdapters
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # in order, and by name
@@ -60,6 +62,18 @@ _DELTAS = [
     (1, 2048, 16, 32, 128, 128, "bfloat16"),
     (4, 512, 4, 12, 64, 64, "float16"),
     (4, 512, 8, 8, 128, 128, "float32"),
+]
+# Rows, tokens (1: a decode step), groups, heads, their width, size of the state, dtype.
+_MAMBAS = [
+    (8, 1, 8, 64, 64, 128, "bfloat16"),  # Nemotron-3-Nano
+    (64, 1, 1, 48, 64, 128, "bfloat16"),  # Granite-4.0-H-Tiny
+    (1, 1, 2, 32, 128, 256, "bfloat16"),  # Falcon-H1-34B
+    (8, 1, 2, 6, 64, 64, "float32"),
+    (2, 1, 1, 4, 256, 128, "float16"),
+    (1, 2048, 8, 64, 64, 128, "bfloat16"),
+    (1, 2048, 1, 48, 64, 128, "bfloat16"),
+    (1, 2048, 2, 32, 128, 256, "bfloat16"),
+    (4, 512, 2, 6, 64, 64, "float32"),
 ]
 
 
@@ -106,6 +120,8 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
         yield from _append_calls(impl, is_tpu, is_tiny)
         yield from _product_calls(impl, is_tpu, is_tiny)
         yield from _delta_calls(impl, is_tpu, is_tiny)
+    if impl in ("triton", "interpret"):
+        yield from _mamba_calls(impl, is_tiny)
     if impl in ("triton", "interpret"):
         yield from _expert_calls(impl, is_tiny)
 
@@ -403,6 +419,29 @@ def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: s
     return (new, weights, old, *numbers), {}
 
 
+# --- Mamba-2 ------------------------------------------------------------------------------------------------
+
+
+def _mamba_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
+    for rows, T, G, N, Y, S, dtype in [(3, 1, 1, 2, 64, 64, "bfloat16")] if is_tiny else _MAMBAS:
+        kernel = "mamba_step" if T == 1 else "mamba_prefill"
+        label = f"{rows} rows, {T} tokens, {N} heads of {Y}, states of {S} {dtype}"
+        yield KernelCall(impl, kernel, label, partial(_mamba_arguments, rows, T, G, N, Y, S, dtype), {})
+
+
+def _mamba_arguments(rows: int, T: int, G: int, N: int, Y: int, S: int, dtype: str) -> Arguments:
+    """Returns the arguments of a step or a prompt. Each third row has no token."""
+    sizes = N * Y, G * S, G * S
+    shapes = [(rows, size) if T == 1 else (rows, T, size) for size in (*sizes, N)]
+    new = MambaToken(*(random(i, shape, dtype) for i, shape in enumerate(shapes)))
+    shapes = [*((size, 4) for size in sizes), *((size,) for size in (*sizes, N, N, N))]
+    weights = MambaWeights(*(random(i, shape, dtype) for i, shape in enumerate(shapes, 4)))
+    shapes = [(rows, N, 3, Y), (rows, G, 3, S), (rows, G, 3, S), (rows, N, Y, S)]
+    old = MambaState(*(random(i, shape, jnp.float32) for i, shape in enumerate(shapes, 13)))
+    row_B = np.arange(rows, dtype=np.int32)
+    return (new, weights, old, row_B % 5, T * ((row_B + (rows == 1)) % 3 > 0).astype(np.int32)), {}
+
+
 REFERENCES: dict[str, Callable] = {  # draft tokens have none: it is a layer of the library
     "decode_attention": reference.prefill_attention,
     "prefill_attention": reference.prefill_attention,
@@ -415,4 +454,6 @@ REFERENCES: dict[str, Callable] = {  # draft tokens have none: it is a layer of 
     "summarize_logits": reference.summarize_logits,
     "delta_step": reference_delta.delta_step,
     "delta_prefill": reference_delta.delta_prefill,
+    "mamba_step": reference_mamba.mamba_step,
+    "mamba_prefill": reference_mamba.mamba_prefill,
 }

@@ -48,12 +48,15 @@ PUBLISHED = {
     "glm4_moe_lite": "GLM-4.7-Flash",
     "gpt_oss": "gpt-oss-20b, -120b",
     "granite": "granite-3.0 to 3.3 (2b, 8b)",
+    "granitemoe": "granite-3.0 to 3.1 (1b-a400m, 3b-a800m)",
     "granitemoehybrid": "granite-4.0-h-350m, -h-1b, -h-micro, -h-tiny, -h-small; granite-4.0-350m, -1b,"
     " -micro",
+    "granitemoeshared": "moe-7b-1b-active-shared-experts",
     "hunyuan_v1_dense": "Hunyuan-0.5B, -1.8B, -4B, -7B",
     "hunyuan_v1_moe": "Hunyuan-A13B",
     "mamba2": "Mamba-2 130M to 2.7B, Codestral-Mamba-7B (with the tensor names of transformers)",
     "lfm2": "LFM2-350M, -700M, -1.2B, -2.6B; LFM2.5-1.2B",
+    "lfm2_moe": "LFM2-8B-A1B",
     "llama": "Llama-2, Llama-3, 3.1, 3.2 (text) and 3.3; SmolLM2",
     "minicpm3": "MiniCPM3-4B",
     "minimax_m2": "MiniMax-M2, -M2.1",
@@ -61,6 +64,8 @@ PUBLISHED = {
     "mistral": "Mistral-7B, Mistral-Small-24B; the text of Mistral-Small-3.1 and 3.2",
     "mistral4": "Mistral-Small-4 (the text)",
     "mixtral": "Mixtral-8x7B, -8x22B",
+    "nemotron_h": "Nemotron-H-8B, -47B, -56B; Nemotron-Nano-9B-v2, -12B-v2; Nemotron-3-Nano-30B-A3B,"
+    " -Super-120B-A12B",
     "olmo2": "OLMo-2-1B, -7B, -13B, -32B",
     "olmo3": "Olmo-3-7B, -32B",
     "olmoe": "OLMoE-1B-7B",
@@ -86,6 +91,10 @@ _TPU = (TPUS["v6e"],)
 _ROWS = 8
 # Of a family without a published shape here, the default sizes of its config class in transformers 5.24.
 _STAND_INS = dict(
+    granitemoeshared=dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024,
+    ),
     gemma4_unified_text=dict(
         vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30,
         num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512, rms_norm_eps=1e-6,

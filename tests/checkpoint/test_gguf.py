@@ -27,7 +27,7 @@ IDS = np.random.default_rng(0).integers(0, 96, (1, 12)).astype(np.int32)
 
 def mixed(name, shape):
     """Types by turns, as files have that mix them."""
-    if name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
+    if name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")):
         return files.F32
     return _KINDS[sum(name.encode()) % len(_KINDS)]
 
@@ -80,11 +80,11 @@ def test_an_architecture(tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "qwen35moe", "gpt-oss", "deepseek2", "glm4moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen35moe", "gpt-oss", "deepseek2", "glm4moe", "nemotron_h_moe"])
 def test_logits(tmp_path, name):
     """Kept groups give the logits of dequantized weights, also of experts, and with llama's divisors."""
     path = tmp_path / "model.gguf"
-    kinds = dict(llama=files.Q4_1, qwen35moe=files.Q8_0, deepseek2=files.Q8_0).get(name, files.MXFP4)
+    kinds = {"llama": files.Q4_1, "gpt-oss": files.MXFP4, "glm4moe": files.MXFP4}.get(name, files.Q8_0)
     plain = ("ffn_gate_inp.weight", "conv1d.weight", "attn_k.weight")
     of = lambda own, shape: files.F32 if own.endswith(plain) else kinds  # noqa: E731
     config, tensors = files.write(path, name, of)

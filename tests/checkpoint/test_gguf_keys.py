@@ -171,6 +171,34 @@ def test_absent_keys_of_latents_and_groups(tmp_path):
         assert config["layers"][1]["feed_forward"]["router"]["n_group"] == 1
 
 
+_KV = "attention.head_count_kv"
+STATES = {  # of each case the architecture, the metadata without its name, and the error
+    "bamba": ("granitehybrid", {"rope.scaling.finetuned": True}, "finetuned must be false: files of Bamba"),
+    "bamba-too": ("granitehybrid", {"rope.scaling.finetuned": None}, "finetuned must be false: files of B"),
+    "few-layers": ("granitehybrid", {_KV: [0]}, r"attention.head_count_kv is \[0\], for 2 layers"),
+    "two-numbers": ("lfm2", {_KV: [2, 4]}, r"head_count_kv \[2, 4\] is not supported: only one number and 0"),
+    "negative": ("lfm2", {_KV: [0, -2]}, r"attention.head_count_kv is \[0, -2\], for 2 layers"),
+    "text": ("nemotron_h", {"feed_forward_length": "9"}, "feed_forward_length is '9', for 3 layers"),
+    "no-conv": ("lfm2", {"shortconv.l_cache": None}, "lfm2.shortconv.l_cache is absent"),
+    "short-conv": ("lfm2moe", {"shortconv.l_cache": 1}, "conv_L_cache must be at least 2, got 1"),
+    "scores": ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func 1 is not supported, only 2"),
+    "inner": ("mamba2", {"ssm.inner_size": 130}, "ssm.inner_size is not a multiple of ssm.time_step_rank"),
+    "groups": ("nemotron_h_moe", {"ssm.group_count": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
+    "no-shared": ("nemotron_h_moe", {"expert_shared_count": 2}, "n_shared_experts 2 is not supported"),
+    "causal": ("mamba2", {"attention.causal": False}, "causal false is not supported for models with states"),
+    "norms": ("mamba2", {"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms True is not supported"),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", STATES)
+def test_keys_of_states_that_do_not_fit(tmp_path, name):
+    (arch, changes, message) = STATES[name]
+    files.write(tmp_path / "x.gguf", arch)
+    with pytest.raises(xj.InputError, match=message):
+        opened(open_gguf(tmp_path / "x.gguf"), **{f"{arch}.{key}": x for key, x in changes.items()})
+
+
 ERRORS = {
     "unknown": ({"qwen3.new_key": 3}, "qwen3.new_key 3 is not supported: load this model's Hugging Face"),
     "token-key": ({"tokenizer.ggml.new_key": 3}, "tokenizer.ggml.new_key 3 is not supported"),

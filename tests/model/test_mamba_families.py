@@ -169,7 +169,7 @@ def test_rotated_parts_of_heads():
         ("bamba", dict(mamba_expand=1.5), "mamba_expand must be an integer, got 1.5"),
         ("bamba", dict(mamba_conv_bias=1), "mamba_conv_bias must be true or false, got 1"),
         ("bamba", dict(mamba_proj_bias=None), "mamba_proj_bias must be true or false, got None"),
-        ("bamba", dict(hidden_act="relu2"), "hidden_act 'relu2' is not supported .*with layers of Mamba-2"),
+        ("bamba", dict(hidden_act="relu2"), "hidden_act 'relu2' is not supported: Mamba-2's is 'silu'"),
         ("bamba", dict(partial_rotary_factor=0.3), "partial_rotary_factor 0.3 rotates 3 of 12"),
         ("falcon_h1", dict(mamba_d_ssm=70), "6 heads of mamba_d_head 12 have 72 .* mamba_d_ssm is 70"),
         (

@@ -20,6 +20,7 @@ from xinfer_jax import kernels_pallas
 from xinfer_jax.kernels_pallas import HeadNorms, Latents, Mxfp4, SideBySide
 from xinfer_jax.kernels_pallas.key_layouts import scale_rows
 from xinfer_jax.kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax.kernels_pallas.reference_mamba import MambaState, MambaToken, MambaWeights
 from xinfer_jax.kernels_pallas.reference_products import Matrix
 from xinfer_jax.ops.operation import run
 
@@ -298,6 +299,55 @@ def compile_delta_prompts(device, rows, tokens, *sizes) -> None:
     compiled(partial(kernels_pallas.run_kernel, "tpu", "delta_prefill", eps=1e-6), *args)
 
 
+# Rows, heads, their width, groups, state size, dtype: Nemotron-3-Nano, Granite-4-H, Falcon-H1.
+MAMBA_STEPS = [
+    (8, 64, 64, 8, 128, BF16),
+    (40, 48, 64, 1, 128, BF16),
+    (1, 128, 64, 1, 128, F32),
+    (8, 32, 128, 2, 256, BF16),
+]
+
+
+def mamba_shapes(device, rows: tuple[int, ...], N, Y, G, S, dtype):
+    """The shapes of the operands for [rows] or [rows, tokens]."""
+    shape = shapes_on(device, dtype)
+    sizes = N * Y, G * S, G * S
+    new = MambaToken(*(shape(*rows, size) for size in (*sizes, N)))
+    taps = (shape(size, 4) for size in sizes)
+    weights = MambaWeights(*taps, *map(shape, sizes), *[shape(N, dtype=F32)] * 3)
+    shapes = (N, 3, Y), (G, 3, S), (G, 3, S), (N, Y, S)
+    old = MambaState(*(shape(rows[0], *axes, dtype=F32) for axes in shapes))
+    return new, weights, old, *[shape(rows[0], dtype=jnp.int32)] * 2
+
+
+def compile_mamba_step(device, rows, *sizes) -> list[str]:
+    """Two steps in a loop. Returns the copies of the state."""
+
+    def steps(new, weights, old, start_B, count_B):
+        def once(_, state):
+            old, start_B = state
+            args = new, weights, old, start_B, count_B
+            return kernels_pallas.run_kernel("tpu", "mamba_step", *args)[1], start_B + count_B
+
+        return lax.fori_loop(0, 2, once, (old, start_B))
+
+    args = mamba_shapes(device, (rows,), *sizes)
+    return copies(compiled(steps, *args, donate_argnums=2).as_text(), args[2])
+
+
+# Rows, tokens, then as above.
+MAMBA_PROMPTS = [
+    (2, 300, 64, 64, 8, 128, BF16),
+    (1, 70, 48, 64, 1, 128, F32),
+    (1, 256, 32, 128, 2, 256, BF16),
+]
+
+
+def compile_mamba_prompts(device, rows, tokens, *sizes) -> None:
+    args = mamba_shapes(device, (rows, tokens), *sizes)
+    compiled(partial(kernels_pallas.run_kernel, "tpu", "mamba_prefill"), *args)
+
+
 SLOTS = 5
 DELTA_DRAFTS = [(8, tokens, 16, 32, 128, 128, BF16) for tokens in (SLOTS, 0)]  # 0: before those of a prompt
 
@@ -341,6 +391,8 @@ def compile_all(device, tpu: str) -> int:
         ("delta_step", compile_delta_step, DELTA_STEPS),
         ("delta_prefill", compile_delta_prompts, DELTA_PROMPTS),
         ("delta_drafts", compile_delta_drafts, DELTA_DRAFTS),
+        ("mamba_step", compile_mamba_step, MAMBA_STEPS),
+        ("mamba_prefill", compile_mamba_prompts, MAMBA_PROMPTS),
         ("append and attention", compile_step, CASES),
     ]
     failures = 0

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import parity_cases as cases
 
+from xinfer_jax.families.naming import published_name
 from xinfer_jax.families.reading import from_hf
 
 F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4 = (
@@ -35,6 +36,38 @@ _LATENT = dict(
     kv_lora_rank=32, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=96, q_lora_rank=32,
     num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4, num_attention_heads=4,
 )  # fmt: skip
+_NEMOTRON = dict(
+    mamba_num_heads=4,
+    mamba_head_dim=32,
+    ssm_state_size=32,
+    n_groups=2,
+    mlp_hidden_act="relu2",
+    layer_norm_epsilon=1e-5,
+    intermediate_size=96,
+    moe_intermediate_size=96,
+)
+_GRANITE = dict(
+    layer_types=["mamba", "attention"],
+    position_embedding_type="nope",
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=32,
+    head_dim=16,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.015625,
+    logits_scaling=8.0,
+    rms_norm_eps=1e-5,
+    shared_intermediate_size=96,
+)
+_CONVOLUTIONS = dict(
+    layer_types=["conv", _F],
+    head_dim=16,
+    norm_eps=1e-5,
+    block_auto_adjust_ff_dim=False,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+)
 _YARN40 = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=128)
 
 
@@ -73,6 +106,19 @@ CONFIGS = {
     "deepseek2-dense": _hf("youtu", **_LATENT, tie_word_embeddings=True),
     "glm4moe": _hf("glm4_moe", **_GROUPS | dict(n_group=1, topk_group=1), norm_topk_prob=True,
         use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=1e6, rms_norm_eps=1e-5),
+    "mamba2": _hf("mamba2", num_heads=4, head_dim=32, state_size=32, n_groups=2, layer_norm_epsilon=1e-5,
+        rms_norm_eps=1e-5, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1),
+    "falcon-h1": _hf("falcon_h1", mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2,
+        mamba_d_state=32, rope_theta=1e11, rms_norm_eps=1e-5),
+    "granitehybrid": _hf("granitemoehybrid", **_GRANITE, num_local_experts=4, num_experts_per_tok=2),
+    "granitehybrid-dense": _hf("granitemoehybrid", **_GRANITE, num_local_experts=0, num_experts_per_tok=0,
+        tie_word_embeddings=True),
+    "nemotron_h": _hf("nemotron_h", **_NEMOTRON, hybrid_override_pattern="M-*", num_hidden_layers=3),
+    "nemotron_h_moe": _hf("nemotron_h", **_NEMOTRON, hybrid_override_pattern="ME*E", num_hidden_layers=4,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, norm_topk_prob=True,
+        routed_scaling_factor=2.5, moe_shared_expert_intermediate_size=64, moe_latent_size=32),
+    "lfm2": _hf("lfm2", **_CONVOLUTIONS),
+    "lfm2moe": _hf("lfm2_moe", **_CONVOLUTIONS, **_MOE, num_dense_layers=1, use_expert_bias=True),
 }  # fmt: skip
 _OLD = "deepseek_v2"  # its files are written in the older form, with `attn_kv_b`
 
@@ -104,15 +150,16 @@ def write_leaves(path, arch, hf, leaves, kind_of=None, metadata=None, splits=(),
     """Writes leaves by their Hugging Face names. Returns them dequantized. Arguments as of `write`."""
     config = from_hf(hf)
     fused = cases.fuse_tensors(config, leaves)
-    source = {name: tensor for name, tensor in sorted(fused.items()) if ".experts." not in name}
-    source |= {name: tensor for name, tensor in leaves.items() if ".experts." in name}
+    is_apart = re.compile(r"\.experts\.|block_sparse_moe.*_linear|shared_mlp").search
+    source = {name: tensor for name, tensor in sorted(fused.items()) if not is_apart(name)}
+    source |= {name: tensor for name, tensor in leaves.items() if is_apart(name)}
     if config.model_type != _OLD:
         source = _apart(config, source)
     key = next(key for key, own in gguf.MODEL_ARCH_NAMES.items() if own == arch)
     names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
     groups: dict = {}  # of each GGUF tensor those that it joins
     for part in source:
-        groups.setdefault(_own_name(names, arch, part), []).append(part)
+        groups.setdefault(_own_name(names, arch, _of_converter(config, part)), []).append(part)
     stored: dict = {}
     equal: dict = {}
     for own, parts in groups.items():
@@ -171,6 +218,22 @@ def _own_name(names, arch, name: str) -> str:
     return own
 
 
+def _of_converter(config, name: str) -> str:
+    """The name of a leaf or tensor as the converters of some architectures have it, which split tensors or
+    join those of experts.
+    """
+    name = published_name(config, name)
+    shared = "mlp.shared_experts." if config.experts else "mlp."
+    if "shared_mlp." in name:
+        return name.replace("shared_mlp.", shared).replace("output", "down").replace("_linear", "_proj")
+    if config.model_type == "lfm2_moe":
+        name = name.replace("model.layers", "layers") if ".experts." in name else name
+        return name.replace("expert_bias", "expert_bias.bias")
+    if config.model_type == "nemotron_h" and ".experts." in name:
+        return name.replace("backbone", "model").replace(".mixer.", ".mlp.")
+    return name.replace("block_sparse_moe.experts", "mlp.experts")
+
+
 def _plain(name: str) -> str:
     """A tensor's name as the converter has it before gguf's table."""
     name = name.replace(".experts.{}.", ".experts.").replace(".dt_bias", ".dt_proj.bias")
@@ -180,7 +243,8 @@ def _plain(name: str) -> str:
 
 def _order(arch: str, config, name: str, tensor) -> tuple[np.ndarray, int] | None:
     """The converter's order along an axis. None: the tensor stays."""
-    if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    is_in_pairs = arch == "llama" or arch.startswith(("granite", "nemotron"))
+    if is_in_pairs and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return np.arange(len(tensor)).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1), 0
     if "linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
@@ -198,11 +262,16 @@ def _has_offset(config, name: str) -> bool:
 
 
 def _forth(arch: str, config, name: str, tensor):
-    tensor = tensor.squeeze(1) if "conv1d" in name else tensor
+    tensor = tensor.squeeze(1) if "conv1d.weight" in name or "conv.conv.weight" in name else tensor
     if order := _order(arch, config, name, tensor):
         tensor = np.take(tensor, *order)
     if name.endswith("A_log"):
-        return -np.exp(tensor)
+        tensor = -np.exp(tensor)
+    if mamba := next(filter(None, (layer.mixer_of("mamba2") for layer in config.layers)), None):
+        if name.endswith((".A_log", ".D")):
+            return tensor.reshape(-1, 1)
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            return tensor.reshape(mamba.n_groups, -1)
     return tensor + np.float32(1) if _has_offset(config, name) else tensor
 
 
@@ -304,8 +373,9 @@ def _metadata(arch: str, hf, config, stored) -> dict:
         }  # fmt: skip
     if "kv_lora_rank" in hf:
         _latent(found, hf, stored)
-    if "n_routed_experts" in hf:
+    if "n_routed_experts" in hf and config.experts:
         _grouped(found, hf, config)
+    _of_states(arch, found, hf, config)
     if arch == "gpt-oss":
         found["ARCH.expert_feed_forward_length"] = hf["intermediate_size"]
     if arch == "gemma3":
@@ -341,8 +411,8 @@ def _latent(found, hf, stored) -> None:
 def _grouped(found, hf, config) -> None:
     router = config.experts.router
     found |= {
-        "ARCH.leading_dense_block_count": hf["first_k_dense_replace"],
-        "ARCH.expert_shared_count": hf["n_shared_experts"], "ARCH.expert_group_count": hf["n_group"],
+        "ARCH.leading_dense_block_count": hf.get("first_k_dense_replace"),
+        "ARCH.expert_shared_count": hf.get("n_shared_experts"), "ARCH.expert_group_count": hf["n_group"],
         "ARCH.expert_group_used_count": hf["topk_group"],
         "ARCH.expert_gating_func": 2 if router.scoring_func == "sigmoid" else 1,
         "ARCH.expert_weights_scale": hf["routed_scaling_factor"],
@@ -350,6 +420,89 @@ def _grouped(found, hf, config) -> None:
     }  # fmt: skip
     if hf["model_type"] == "glm4_moe":
         found["ARCH.rope.dimension_count"] = int(hf["head_dim"] * hf["partial_rotary_factor"])
+
+
+def _of_states(arch: str, found, hf, config) -> None:
+    """The keys of architectures with Mamba-2 or short convolutions."""
+    if mamba := next(filter(None, (layer.mixer_of("mamba2") for layer in config.layers)), None):
+        found |= {
+            "ARCH.ssm.conv_kernel": mamba.conv_kernel,
+            "ARCH.ssm.state_size": mamba.state_size,
+            "ARCH.ssm.group_count": mamba.n_groups,
+            "ARCH.ssm.time_step_rank": mamba.num_heads,
+            "ARCH.ssm.inner_size": mamba.num_heads * mamba.head_dim,
+            "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        }
+    if arch in OWN_METADATA:
+        OWN_METADATA[arch](found, hf, config)
+
+
+def _by_layer(config, number, kind) -> list[int]:
+    """The number in layers with such a part, and 0 in others."""
+    return [number if getattr(layer, kind) else 0 for layer in config.layers]
+
+
+def _mamba2(found, hf, config) -> None:
+    found |= {"ARCH.feed_forward_length": 0, "ARCH.attention.head_count": 0}
+    found |= dict.fromkeys(
+        ("ARCH.attention.head_count_kv", "ARCH.attention.key_length", "ARCH.rope.freq_base")
+    )
+
+
+def _granite_hybrid(found, hf, config) -> None:
+    found |= {
+        "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
+        "ARCH.attention.key_length": None,
+        "ARCH.rope.dimension_count": config.head_dim,
+        "ARCH.rope.scaling.finetuned": False,
+        "ARCH.attention.scale": hf["attention_multiplier"],
+        "ARCH.embedding_scale": hf["embedding_multiplier"],
+        "ARCH.residual_scale": hf["residual_multiplier"],
+        "ARCH.logit_scale": hf["logits_scaling"],
+        "ARCH.expert_shared_feed_forward_length": hf["shared_intermediate_size"],
+    }
+
+
+def _nemotron_h(found, hf, config) -> None:
+    """As in files, the rotated part of a head, which there is none of, is not that of this model."""
+    widths = [layer.feed_forward is not None for layer in config.layers]
+    found |= {
+        "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
+        "ARCH.feed_forward_length": [hf["intermediate_size"] * width for width in widths],
+        "ARCH.rope.dimension_count": 12,
+        "ARCH.rope.scaling.finetuned": False,
+        "ARCH.attention.value_length": config.head_dim,
+        "ARCH.leading_dense_block_count": None,
+    }
+    if config.experts is None:
+        found |= dict.fromkeys([key for key in found if key.startswith("ARCH.expert_")])
+    else:
+        found |= {
+            "ARCH.expert_shared_feed_forward_length": hf["moe_shared_expert_intermediate_size"],
+            "ARCH.expert_shared_count": 1,
+            "ARCH.moe_latent_size": hf["moe_latent_size"],
+        }
+
+
+def _lfm2(found, hf, config) -> None:
+    found |= {
+        "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
+        "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ARCH.vocab_size": hf["vocab_size"],
+        "ARCH.shortconv.l_cache": config.layers[0].mixers[0].kernel_dim,
+    }
+    if config.experts:
+        found |= {"ARCH.leading_dense_block_count": 1, "ARCH.expert_gating_func": 2}
+
+
+OWN_METADATA = dict(
+    mamba2=_mamba2,
+    granitehybrid=_granite_hybrid,
+    nemotron_h=_nemotron_h,
+    nemotron_h_moe=_nemotron_h,
+    lfm2=_lfm2,
+    lfm2moe=_lfm2,
+)
 
 
 def _gemma4(found, hf, stored) -> None:

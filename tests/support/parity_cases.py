@@ -116,9 +116,15 @@ _GROUPS = dict(
 )
 _LATENT = dict(kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, head_dim=8)
 _NEMOTRON = _GROUPS | dict(
-    mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=24, layer_norm_epsilon=1e-5,
-    moe_shared_expert_intermediate_size=36, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
-)  # fmt: skip
+    mamba_num_heads=6,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=24,
+    layer_norm_epsilon=1e-5,
+    moe_shared_expert_intermediate_size=36,
+    routed_scaling_factor=2.5,
+    mlp_hidden_act="relu2",
+)
 _YARN40 = dict(
     type="yarn", factor=40.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0,
     beta_fast=32, beta_slow=1,
@@ -132,10 +138,16 @@ _LINEAR = dict(
 _L = "linear_attention"
 _MAMBA = dict(mamba_d_state=20, mamba_chunk_size=16)
 _FALCON = dict(
-    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8], mlp_multipliers=[0.9, 0.6], ssm_in_multiplier=1.25,
-    ssm_out_multiplier=0.4, attention_in_multiplier=1.1, attention_out_multiplier=0.8, key_multiplier=0.7,
-    embedding_multiplier=3.5, lm_head_multiplier=1.7,
-)  # fmt: skip
+    ssm_multipliers=[0.7, 0.5, 0.9, 1.3, 0.8],
+    mlp_multipliers=[0.9, 0.6],
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.4,
+    attention_in_multiplier=1.1,
+    attention_out_multiplier=0.8,
+    key_multiplier=0.7,
+    embedding_multiplier=3.5,
+    lm_head_multiplier=1.7,
+)
 _GRANITE = dict(
     embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=1.5
 )
@@ -480,10 +492,10 @@ _CASES = {
     "nemotron-h-published": _hf(
         "nemotron_h", **_NEMOTRON, hybrid_override_pattern="ME*ME-", num_hidden_layers=6, moe_latent_size=20,
     ),
-    "nemotron-h-bias-tied-no-latent": _hf(
+    "nemotron-h-bias-no-latent": _hf(
         "nemotron_h", **_NEMOTRON | dict(n_group=1, topk_group=1, n_groups=1), mlp_bias=True, use_bias=True,
         layers_block_type=["mamba", "moe", "attention", "mlp"], num_hidden_layers=4, num_key_value_heads=1,
-        use_conv_bias=False, conv_kernel=3, norm_topk_prob=False, tie_word_embeddings=True,
+        use_conv_bias=False, conv_kernel=3, norm_topk_prob=False,
     ),
     # bamba: attention in some layers, which rotates a half of each head
     "bamba-published": _hf("bamba", **_old(1e4), **_MAMBA, attn_layer_indices=[1], rms_norm_eps=1e-5,

@@ -15,6 +15,7 @@ import safetensors.numpy
 from ..annotations import Dtype
 from ..config.model_config import ModelConfig, check_config
 from ..errors import InputError, format_names, format_value
+from ..families.naming import module_name
 from ..families.skipped_tensors import find_prefix, full_name, text_name
 from ..formats.files import file_exists, read_json
 from ..formats.hub import HubOptions, download_adapter, resolve_directory
@@ -204,7 +205,7 @@ def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, bas
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path} exists: give another directory")
-    norms = {spec.name: name for name, spec in norm_modules(config).items()}
+    norms = {spec.name: module_name(config, name) for name, spec in norm_modules(config).items()}
     if unknown := {*adapter.matrices, *adapter.norms} - {*adaptable_matrices(config), *norms}:
         raise InputError(f"the adapter has what the model has not: {format_names(sorted(unknown), 8)}")
     tensors: dict[str, np.ndarray] = {}
@@ -223,11 +224,11 @@ def save_adapter(adapter: Adapter, config: ModelConfig, path: str | Path, *, bas
             # transformers' model has no module of experts, and PEFT takes an MLP beside them for them.
             is_mlp = config.experts and module.paths[0].endswith((".gate", ".up", ".down"))
             as_parameter = module.num_experts or module.is_router or is_mlp
-            name = module.parameter if as_parameter else module.name
+            name = module_name(config, module.parameter if as_parameter else module.name)
             targets["target_parameters" if as_parameter else "target_modules"].append(name)
             ranks[name] = size
             alphas[name] = scale * size
-            tensors |= {f"{_PREFIX}{tensor}": x for tensor, x in own.items()}
+            tensors |= {f"{_PREFIX}{module_name(config, tensor)}": x for tensor, x in own.items()}
     tensors |= {f"{_PREFIX}{norms[path]}.weight": on_host(x) for path, x in adapter.norms.items()}
     if not ranks:
         raise InputError("the adapter has no matrices: give one that changes the model")

@@ -14,17 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config.model_config import ModelConfig
-from ..feed_forward.experts import (
-    expert_at,
-    expert_output,
-    inner_activation,
-    input_matrices,
-    num_local_experts,
-)
+from ..feed_forward.experts import expert_at, expert_output, inner_activation, num_local_experts
 from ..modes import in_default_modes
 from ..ops.operation import by_position, match_varying_axes
 from ..ops.product import float_precision
-from ..weights.layers import products
+from ..weights.layers import activation, products
 from ..weights.params import AnyArray, Params
 
 _TILE_ROWS = 64  # at most: more rows are no faster
@@ -141,25 +135,25 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
 @in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
     """Returns the output, and the values that the backward pass needs: the operands, and for each choice the
-    products with `input_matrices`, [C, F].
+    products with `_input_matrices`, [C, F].
     """
     rows = _rows(expert_MU, config)
     tiles = _tiles(expert_MU, experts, rows)
-    inner = inner_activation(config)
+    inner = _inner_activation(experts, config)
     C = len(tiles.token_C)
     F = experts["up"]["weight"].shape[1]
 
     def step(expert: Any, first: Any, carry: Any) -> Any:
         token_R = lax.dynamic_slice_in_dim(tiles.token_C, first, rows)
         tree = expert_at(expert, experts)
-        new = products(x_MD[token_R], input_matrices(tree))
+        new = products(x_MD[token_R], _input_matrices(tree))
         (out_RD,) = products(inner(*new), [tree["down"]], dtype=jnp.dtype(jnp.float32))
         sum_MD, *kept = carry
         put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         sum_MD = _add_weighted(sum_MD, out_RD, weight_MU, tiles, expert, first)
         return sum_MD, *map(put, kept, new)
 
-    inputs = input_matrices(experts)
+    inputs = _input_matrices(experts)
     starts = jnp.zeros(x_MD.shape, jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in inputs)
     starts = match_varying_axes(starts, x_MD, expert_MU, experts)
     out_MD, *kept = _for_each_tile(tiles, rows, step, *starts)
@@ -182,7 +176,7 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
         valid_R = first + jnp.arange(rows) < tiles.stop_X[expert]
         weight_R = jnp.where(valid_R, weight_C[cut(tiles.choice_C)], 0)
         tree = expert_at(expert, experts)
-        inner_RF, inner_vjp = jax.vjp(inner_activation(config), *map(cut, kept))
+        inner_RF, inner_vjp = jax.vjp(_inner_activation(experts, config), *map(cut, kept))
         out_bar_RD = out_bar_MD[token_R]
         unweighted_RF = _product(out_bar_RD, tree["down"]["weight"])
         weight_bar_R = (inner_RF * unweighted_RF).astype(jnp.float32).sum(1)
@@ -190,7 +184,7 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
             weight_bar_R += (out_bar_RD * tree["down"]["bias"]).astype(jnp.float32).sum(1)
         down_bar_RD = out_bar_RD * weight_R[:, None].astype(x_MD.dtype)
         bars = inner_vjp(unweighted_RF * weight_R[:, None].astype(x_MD.dtype))
-        back = (_product(bar, leaf["weight"]) for bar, leaf in zip(bars, input_matrices(tree), strict=True))
+        back = (_product(bar, leaf["weight"]) for bar, leaf in zip(bars, _input_matrices(tree), strict=True))
         x_bar_RD = functools.reduce(jnp.add, back)
         x_RD = x_MD[token_R]
         parts = dict(up=(bars[-1], x_RD), gate=(bars[0], x_RD), down=(down_bar_RD, inner_RF))
@@ -214,6 +208,16 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
     sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, experts)
     weight_bar_MU = weight_bar.reshape(weight_MU.shape).astype(weight_MU.dtype)
     return x_bar_MD.astype(x_MD.dtype), weight_bar_MU, None, sums
+
+
+def _input_matrices(tree: Params) -> list[Params]:
+    """Returns the matrices that multiply the input of experts: gate and up, or up if there is no gate."""
+    return [tree[name] for name in ("gate", "up") if name in tree]
+
+
+def _inner_activation(experts: Params, config: ModelConfig) -> Callable[..., jax.Array]:
+    """Returns the function from the products with `_input_matrices` to the input of down."""
+    return inner_activation(config) if "gate" in experts else activation(config)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 Reading order:
 
-- `directory` opens a directory. `gguf_checkpoint` opens a GGUF file with `gguf_architectures` and
-  `gguf_tensors`.
+- `directory` opens a directory. `gguf_checkpoint` opens a GGUF file with `gguf_architectures`, `gguf_states`
+  and `gguf_tensors`.
 - `sharded_leaves` splits a leaf over a mesh, and `leaf_loader` reads it.
 - `embedding_modules` reads how vectors are made of hidden states.
 - `loading` has `load_model`, and `saving` has `save_model`. `draft_loading` loads and saves draft heads.

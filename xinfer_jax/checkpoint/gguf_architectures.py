@@ -25,6 +25,14 @@ def integer(own: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def divided(own: Mapping[str, Any], key: str, by: str) -> int:
+    """Returns the value of a key divided by the value of another key."""
+    (result, rest) = divmod(integer(own, key), integer(own, by))
+    if rest:
+        raise InputError(f"{key} is not a multiple of {by}")
+    return result
+
+
 def _width_of_heads(own: Mapping[str, Any]) -> int:
     return integer(own, "embedding_length") // integer(own, "attention.head_count")
 
@@ -55,9 +63,7 @@ def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) ->
 
 
 def _qwen35(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    (width, rest) = divmod(integer(own, "ssm.inner_size"), integer(own, "ssm.time_step_rank"))
-    if rest:
-        raise InputError("ssm.inner_size is not a multiple of ssm.time_step_rank")
+    width = divided(own, "ssm.inner_size", "ssm.time_step_rank")
     part = integer(own, "rope.dimension_count") / head_width(own)
     found = dict(linear_value_head_dim=width, partial_rotary_factor=part)
     recurrent = own.get("attention.recurrent_layers")
@@ -121,7 +127,7 @@ def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, A
     )
 
 
-def _grouped(own: Mapping[str, Any], *, is_sigmoid: bool) -> Settings:
+def grouped(own: Mapping[str, Any], *, is_sigmoid: bool) -> Settings:
     """Returns the settings of experts in groups. If the keys of groups are absent, there is one group."""
     norm = own.get("expert_weights_norm", False)
     if not is_sigmoid and norm:
@@ -173,7 +179,7 @@ def _deepseek2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str,
         return found | dict(model_type="youtu")
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in tensors)
     is_sigmoid = _is_sigmoid(own, _SIGMOID if has_bias else _SOFTMAX)
-    found |= _grouped(own, is_sigmoid=is_sigmoid)
+    found |= grouped(own, is_sigmoid=is_sigmoid)
     if is_sigmoid:
         return found | dict(model_type="deepseek_v3")
     method = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
@@ -183,7 +189,7 @@ def _deepseek2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str,
 def _glm4moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     if not _is_sigmoid(own, _SIGMOID):
         raise InputError("expert_gating_func 1 is not supported: only 2 is, as the model has")
-    return _grouped(own, is_sigmoid=True) | dict(
+    return grouped(own, is_sigmoid=True) | dict(
         attention_bias="blk.0.attn_q.bias" in tensors,
         use_qk_norm="blk.0.attn_q_norm.weight" in tensors,
         partial_rotary_factor=integer(own, "rope.dimension_count") / head_width(own),

@@ -24,12 +24,15 @@ from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .embedding_modules import EmbeddingModules
 from .gguf_architectures import DEEPSEEK2_TYPES, OWN, Settings, integer, number
+from .gguf_states import OF_STATES
 from .gguf_tensors import check_reranker, gguf_tensors
 
 _TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gpt-oss": "gpt_oss",
-    "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe",
+    "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe", "mamba2": "mamba2", "falcon-h1": "falcon_h1",
+    "granitehybrid": "granitemoehybrid", "nemotron_h": "nemotron_h", "nemotron_h_moe": "nemotron_h",
+    "lfm2": "lfm2", "lfm2moe": "lfm2_moe",
 }  # fmt: skip
 FAMILIES = {*_TYPES.values(), *DEEPSEEK2_TYPES}
 _KEYS = dict(
@@ -106,7 +109,7 @@ def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
         use_sliding_window=False,
         is_causal=own.get("attention.causal", True),
     )
-    read = OWN.get(arch)
+    read = OWN.get(arch) or OF_STATES.get(arch)
     return arch, own, settings | read(own, settings, file.tensors) if read else settings
 
 
@@ -160,13 +163,18 @@ def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
         "rope.dimension_count": config.rope.rotated_width(width), "rope.dimension_count_swa": config.head_dim,
         "embedding_length_out": config.hidden_size, "attention.scale": scale,
     }  # fmt: skip
+    if not config.ropes:
+        del expected["rope.dimension_count"]  # files of Nemotron-H have another number
     if latent := config.layers[0].mixer_of(LatentAttentionSpec.kind):
         expected |= _widths_of_latents(own, latent)
     for key, wanted in expected.items():
         if (value := number(own, key, 0)) and not math.isclose(value, wanted, rel_tol=1e-5):
             raise InputError(f"{key} {value} is not supported: only {wanted}, as the model has, is")
-    if own.get("attention.causal", True) is False and any(config.layer_windows):
-        raise InputError("attention.causal false is not supported with sliding windows")
+    if own.get("attention.causal", True) is False:
+        if any(config.layer_windows):
+            raise InputError("attention.causal false is not supported with sliding windows")
+        if not all(mixer.has_keys for mixer in config.cached_mixers):
+            raise InputError("attention.causal false is not supported for models with states")
 
 
 def _widths_of_latents(own: Mapping[str, Any], spec: LatentAttentionSpec) -> dict[str, float]:

@@ -4,6 +4,7 @@ llama.cpp's converters change some tensors:
 
 - Rows of queries and keys of llama alternate between the halves of a head.
 - Norms are stored as 1 + w, and decays as -exp(A_log).
+- Decays, D and norms of Mamba-2 are stored as matrices.
 - Value heads of linear attention are stored by turns of key heads.
 - The two parts of `kv_b_proj` (latent attention) are stored by head as two tensors, and keys have their
   inputs first. Older files have one tensor.
@@ -29,6 +30,8 @@ from ..formats.gguf_file import GgufFile, GgufTensor
 from ..formats.tensors import TransposedMatrix
 from ..mixers.gated_delta import GatedDeltaSpec
 from ..mixers.latent_attention import LatentAttentionSpec
+from ..mixers.mamba2 import Mamba2Spec
+from ..mixers.short_conv import ShortConvSpec
 from ..tokenization.tokenizer import Tokenizer
 
 _MLP = ("gate", "up", "down")
@@ -48,6 +51,7 @@ _NAMES = dict(
     input_norm="post_norm.weight", layer_scalar="layer_output_scale.weight",
     q_a="attn_q_a", q_a_norm="attn_q_a_norm.weight", q_b="attn_q_b", kv_a="attn_kv_a_mqa",
     kv_a_norm="attn_kv_a_norm.weight", k_up="attn_k_b", v_up="attn_v_b",
+    latent_in="ffn_latent_down", latent_out="ffn_latent_up",
     **{"router.correction_bias": "exp_probs_b.bias"},
 )  # fmt: skip
 _GATE_UP = Joined("ffn_gate_up_exps.weight", ("experts.gate", "experts.up"), stacked=True)
@@ -58,13 +62,47 @@ _DELTA = Names(
     (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v"))),
 )  # fmt: skip
 _LATENT = Names(joined=(Joined("attn_kv_b", ("k_up", "v_up"), groups="num_attention_heads"),))
+_MAMBA2 = Names(
+    dict(
+        A_log="ssm_a",
+        D="ssm_d",
+        dt_bias="ssm_dt.bias",
+        gated_norm="ssm_norm.weight",
+        ssm_o="ssm_out",
+        **{f"ssm_{part}": f"ssm_in.{part}" for part in ("z", "x", "b", "c", "dt")},
+        **{f"conv_{part}": f"ssm_conv1d.{part}" for part in "xbc"},
+        **{f"conv_{part}_bias": f"ssm_conv1d.{part}.bias" for part in "xbc"},
+    ),
+    (
+        Joined("ssm_in", ("ssm_z", "ssm_x", "ssm_b", "ssm_c", "ssm_dt")),
+        Joined("ssm_conv1d.weight", ("conv_x", "conv_b", "conv_c")),
+        Joined("ssm_conv1d.bias", ("conv_x_bias", "conv_b_bias", "conv_c_bias")),
+    ),
+)
+_SHORT_CONV = Names(
+    dict(
+        conv_taps="shortconv.conv.weight",
+        conv_bias="shortconv.conv.bias",
+        conv_o="shortconv.out_proj",
+        **{f"conv_{part}": f"shortconv.in_proj.{part}" for part in "bcx"},
+    ),
+    (Joined("shortconv.in_proj", ("conv_b", "conv_c", "conv_x")),),
+)
+_MATRICES = ("ssm_a", "ssm_d", "ssm_norm.weight")  # of Mamba-2: vectors in a checkpoint
 _MIXER_NAMES = {
     AttentionSpec.kind: _ATTENTION,
+    Mamba2Spec.kind: _MAMBA2,
+    ShortConvSpec.kind: _SHORT_CONV,
     GatedDeltaSpec.kind: _DELTA,
     LatentAttentionSpec.kind: _LATENT,
 }
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
-_OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM, "glm4moe": _POST_NORM}
+_OWN_NAMES = dict.fromkeys(("qwen35", "qwen35moe", "gpt-oss", "glm4moe"), _POST_NORM)
+_OWN_NAMES |= dict.fromkeys(("nemotron_h", "nemotron_h_moe"), dict(mlp_norm="attn_norm.weight"))
+_OWN_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), dict(final_norm="token_embd_norm.weight"))
+_OWN_NAMES["falcon-h1"] = dict(mlp_norm="ffn_norm")
+# Rows of queries and keys alternate between the halves of a head.
+_IN_PAIRS = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _KEYS = ".attn_k_b.weight"  # of latent attention
 _VALUES = ".attn_v_b.weight"
 _FREQS = "rope_freqs.weight"  # the config has it
@@ -124,6 +162,7 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
     expected: dict[str, tuple[int, ...]] = {}
     for own in jax.tree.leaves(own_specs):
         expected |= _shapes_in_file(config, own.tensor_shapes(file.tensors))
+    file = file._replace(tensors=file.tensors | _states_as_vectors(file, config))
     (stored, scales) = _with_scales(file, expected)
     skipped = _check_tensors(file, arch, config, expected, scales)
     found: dict[str, Any] = {}
@@ -139,9 +178,25 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
             found[str(spec.fused_name)] = both
         elif "{}" in spec.hf_name:
             found |= {spec.hf_name.format(i): expert for i, expert in enumerate(_experts(tensor))}
+        elif spec.fused_name == spec.hf_name:  # with an axis of size 1
+            shape = spec.tensor_shapes({spec.hf_name})[spec.hf_name]
+            found[spec.hf_name] = dataclasses.replace(tensor, shape=shape)
         else:
             found[spec.hf_name] = tensor
     return found, skipped
+
+
+def _states_as_vectors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
+    """Returns the matrices of float numbers that Mamba-2 has as vectors."""
+    layers = [i for i, layer in enumerate(config.layers) if layer.mixer_of(Mamba2Spec.kind)]
+    names = {f"blk.{i}.{name}" for i in layers for name in _MATRICES} & file.tensors.keys()
+    found = {}
+    for name in names:
+        tensor = file.tensors[name]
+        if len(tensor.shape) == 2 and tensor.block[0] == 1:
+            size = tensor.shape[0] * tensor.shape[1]
+            found[name] = dataclasses.replace(tensor, shape=(size,), width=1, rows=range(size))
+    return found
 
 
 def _shapes_in_file(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -244,7 +299,7 @@ def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTe
     """Returns a leaf with the rows, columns and values of a Hugging Face checkpoint."""
     leaf = spec.name.split(".")[2] if spec.name.startswith("layers.") else ""
     delta = config.layers[int(spec.name.split(".")[1])].mixer_of(GatedDeltaSpec.kind) if leaf else None
-    if arch == "llama" and leaf in ("q", "k"):
+    if arch in _IN_PAIRS and leaf in ("q", "k"):
         heads = config.num_attention_heads if leaf == "q" else config.num_key_value_heads
         return _with_rows(tensor, np.arange(len(tensor.rows)).reshape(heads, -1, 2).swapaxes(1, 2))
     if spec.init == "norm" and config.norm_offset:
@@ -257,9 +312,7 @@ def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTe
             if leaf == "o":
                 return dataclasses.replace(tensor, columns=order.reshape(-1))
             tensor = _with_rows(tensor, order)
-        if leaf == "A_log":
-            return dataclasses.replace(tensor, convert=_log_of_minus)
-    return tensor
+    return dataclasses.replace(tensor, convert=_log_of_minus) if leaf == "A_log" else tensor
 
 
 def _with_rows(tensor: GgufTensor, order: np.ndarray) -> GgufTensor:

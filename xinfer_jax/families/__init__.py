@@ -5,11 +5,12 @@ Reading order:
 - `family` is the description of a family that its file fills in.
 - `values` checks values of config.json. `layer_fields` and `rope_settings` read the settings that several
   families share. `grouped_experts` reads the settings of mixtures like DeepSeek-V3's, and `latent_fields`
-  reads the settings of latent attention. `mamba_fields` has the settings and names of Mamba-2.
+  reads the settings of latent attention. `mamba_fields` has the settings and names of Mamba-2, and
+  `mamba_hybrids` has the settings of models with Mamba-2 and attention.
 - A file describes each family, or a few that share most of it: `llama`, `qwen`, `olmo`, `gemma`, `gemma4`,
   `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `granite_moe`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`,
-  `lfm2_moe`, `mamba`, `nemotron_h`, `glm`, `ernie4_5`, `dots1`, `minimax_m2`, `hunyuan`, `cohere2`,
-  `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`, `minicpm3`.
+  `lfm2_moe`, `mamba`, `bamba`, `falcon_h1`, `granite_hybrid`, `nemotron_h`, `glm`, `ernie4_5`, `dots1`,
+  `minimax_m2`, `hunyuan`, `cohere2`, `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`, `minicpm3`.
 - `draft_heads` has the names of heads for multi-token prediction in the files of models, and their settings.
 - `naming` makes the names of all tensors from a family's table.
 - `wrappers` finds the text model within a model that also reads images.

@@ -67,7 +67,10 @@ LEAVES = dict(final_norm="model.final_layernorm.weight", mlp_norm="pre_ff_layern
 }
 FAMILY = Family(
     dict(
-        num_key_value_heads=8, max_position_embeddings=262144, rms_norm_eps=1e-5, attn_layer_indices=None,
+        num_key_value_heads=8,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        attn_layer_indices=None,
         **MAMBA_DEFAULTS,
     ),
     read_bamba,
@@ -75,4 +78,4 @@ FAMILY = Family(
     write_bamba,
     Names(LEAVES),
     {Mamba2Spec.kind: mamba2_names("mamba")},
-)  # fmt: skip
+)

@@ -40,9 +40,9 @@ def read_falcon_h1(hf: Mapping, layers: int) -> dict[str, Any]:
         multipliers=_factors(hf, "ssm_multipliers", 5),
         **{field: get_number(hf, name) for field, name in _MAMBA.items()},
     )
-    factors = {field: get_number(hf, name) for field, name in _ATTENTION.items()}
+    factors: dict[str, Any] = {field: get_number(hf, name) for field, name in _ATTENTION.items()}
     attention = ScaledAttentionSpec(**attention_bias(hf), **factors)
-    of_mlp = dict(zip(_MLP, _factors(hf, "mlp_multipliers", 2), strict=True))
+    of_mlp: dict[str, Any] = dict(zip(_MLP, _factors(hf, "mlp_multipliers", 2), strict=True))
     mlp = ScaledMlpSpec(bias=get_boolean(hf, "mlp_bias"), **of_mlp)
     return dict(
         embed_scale=get_number(hf, "embedding_multiplier"),
@@ -82,9 +82,16 @@ def write_falcon_h1(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     dict(
-        num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, mamba_d_ssm=1024,
-        mamba_norm_before_gate=True, mamba_rms_norm=False, projectors_bias=False, lm_head_multiplier=1.0,
-        embedding_multiplier=1.0, **MAMBA_DEFAULTS,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        mamba_d_ssm=1024,
+        mamba_norm_before_gate=True,
+        mamba_rms_norm=False,
+        projectors_bias=False,
+        lm_head_multiplier=1.0,
+        embedding_multiplier=1.0,
+        **MAMBA_DEFAULTS,
     )
     | dict.fromkeys((*_ATTENTION.values(), *_MAMBA.values()), 1.0),
     read_falcon_h1,
@@ -92,4 +99,4 @@ FAMILY = Family(
     write_falcon_h1,
     Names(LEAVES),
     {Mamba2Spec.kind: mamba2_names("mamba")},
-)  # fmt: skip
+)

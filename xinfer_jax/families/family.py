@@ -61,5 +61,6 @@ class Family:
     # Prefixes of names in published files, by the prefixes that names have here. The first one that fits is
     # used. `skipped_tensors` reads both.
     prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    module_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in transformers' model
     # Adds fields to config.json, with its defaults, that follow from its other fields.
     complete: Callable[[Mapping], Mapping] = lambda hf: hf

@@ -71,8 +71,12 @@ def write_granite_hybrid(config: ModelConfig) -> dict[str, Any]:
 # If no layer has experts, the shared MLP is the only one.
 _MLP = {leaf: GRANITE_SHARED[f"shared.{leaf}"] for leaf in ("gate", "up", "down")}
 FAMILY = Family(
-    DEFAULTS | MAMBA_DEFAULTS | dict(
-        position_embedding_type=None, num_local_experts=8, num_experts_per_tok=2,
+    DEFAULTS
+    | MAMBA_DEFAULTS
+    | dict(
+        position_embedding_type=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
         shared_intermediate_size=1024,
     ),
     read_granite_hybrid,
@@ -83,4 +87,4 @@ FAMILY = Family(
         (*GRANITE_JOINED, Joined("shared_mlp.input_linear", ("gate", "up"))),
     ),
     {Mamba2Spec.kind: mamba2_names("mamba")},
-)  # fmt: skip
+)

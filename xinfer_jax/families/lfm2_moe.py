@@ -63,14 +63,26 @@ _JOINED = (
 )
 FAMILY = Family(
     dict(
-        intermediate_size=7168, moe_intermediate_size=1792, num_key_value_heads=8,
-        max_position_embeddings=128000, rope_theta=1e6, norm_eps=1e-5, tie_word_embeddings=True,
-        conv_bias=False, conv_L_cache=3, block_auto_adjust_ff_dim=False, num_dense_layers=2, num_experts=32,
-        num_experts_per_tok=4, use_expert_bias=True, norm_topk_prob=True, routed_scaling_factor=1.0,
+        intermediate_size=7168,
+        moe_intermediate_size=1792,
+        num_key_value_heads=8,
+        max_position_embeddings=128000,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+        num_dense_layers=2,
+        num_experts=32,
+        num_experts_per_tok=4,
+        use_expert_bias=True,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
     ),
     read_lfm2_moe,
     "Lfm2MoeForCausalLM",
     write_lfm2_moe,
     Names(LEAVES | _ROUTER | _EXPERTS, _JOINED),
     MIXER_NAMES,
-)  # fmt: skip
+)

@@ -46,4 +46,5 @@ FAMILY = Family(
     Names(dict(attn_norm="norm.weight")),
     {Mamba2Spec.kind: mamba2_names("mixer")},
     prefixes=BACKBONE,
+    module_prefixes=BACKBONE,
 )

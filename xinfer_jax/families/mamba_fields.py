@@ -23,7 +23,9 @@ def read_mixer(
     if hf[activation] not in ("silu", "swish"):
         raise InputError(f"{activation} {format_value(hf[activation])} is not supported: Mamba-2's is 'silu'")
     flags = ("bias", "conv_bias")
-    numbers = {field: get_integer(hf, name) for field, name in fields.items() if field not in flags}
+    numbers: dict[str, Any] = {
+        field: get_integer(hf, name) for field, name in fields.items() if field not in flags
+    }
     settings = {field: get_boolean(hf, fields[field]) for field in flags} | settings
     (heads, groups, kernel) = (numbers[name] for name in ("num_heads", "n_groups", "conv_kernel"))
     if heads % groups:
@@ -32,7 +34,7 @@ def read_mixer(
         )
     if kernel < 2:
         raise InputError(f"config.json: {fields['conv_kernel']} must be at least 2, got {kernel}")
-    return Mamba2Spec(**numbers, **dict(norm_groups=groups) | settings)
+    return Mamba2Spec(**numbers, **{"norm_groups": groups} | settings)
 
 
 def check_inner_width(hf: Mapping, mixer: Mamba2Spec, expand: str) -> None:

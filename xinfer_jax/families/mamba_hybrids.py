@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_value
+from ..errors import InputError
 from ..mixers.mamba2 import Mamba2Spec
 from .layer_fields import FULL, read_layer_types
 from .mamba_fields import read_mixer, write_mixer
@@ -18,14 +18,24 @@ MAMBA = "mamba"
 ATTENTION = "attention"
 _PUBLISHED_TYPES = {"linear_attention": MAMBA, FULL: ATTENTION}
 _FIELDS = dict(
-    num_heads="mamba_n_heads", head_dim="mamba_d_head", n_groups="mamba_n_groups",
-    state_size="mamba_d_state", conv_kernel="mamba_d_conv", bias="mamba_proj_bias",
+    num_heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    n_groups="mamba_n_groups",
+    state_size="mamba_d_state",
+    conv_kernel="mamba_d_conv",
+    bias="mamba_proj_bias",
     conv_bias="mamba_conv_bias",
-)  # fmt: skip
+)
 MAMBA_DEFAULTS = dict(
-    mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4,
-    mamba_expand=2, mamba_proj_bias=False, mamba_conv_bias=True,
-)  # fmt: skip
+    mamba_n_heads=128,
+    mamba_d_head="auto",
+    mamba_n_groups=1,
+    mamba_d_state=256,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_proj_bias=False,
+    mamba_conv_bias=True,
+)
 
 
 def read_mamba(hf: Mapping, **settings: Any) -> Mamba2Spec:
@@ -36,11 +46,6 @@ def read_mamba(hf: Mapping, **settings: Any) -> Mamba2Spec:
         hf: config.json with the defaults of its family.
         settings: other fields of `Mamba2Spec`.
     """
-    if hf["hidden_act"] not in ("silu", "swish"):
-        raise InputError(
-            f"hidden_act {format_value(hf['hidden_act'])} is not supported for model_type"
-            f" {hf['model_type']!r} with layers of Mamba-2: only 'silu' is"
-        )
     if hf.get("mamba_d_ssm") is None:
         width = get_integer(hf, "mamba_expand") * get_integer(hf, "hidden_size")
         name = "mamba_expand * hidden_size"

@@ -106,7 +106,17 @@ class FileSpec(ParamSpec):
 
 def published_name(config: ModelConfig, name: str) -> str:
     """Returns the name of a tensor in published files. name: its name here, which may have another prefix."""
-    prefixes = load("family", config.model_type).prefixes
+    return _with_prefix(load("family", config.model_type).prefixes, name)
+
+
+def module_name(config: ModelConfig, name: str) -> str:
+    """Returns the name of a module or parameter in transformers' model. name: its name here."""
+    prefixes = load("family", config.model_type).module_prefixes
+    return _with_prefix(prefixes, f"{name}.").removesuffix(".")
+
+
+def _with_prefix(prefixes: Mapping[str, str], name: str) -> str:
+    """Returns the name with the first of these prefixes replaced that it has."""
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(prefix, "") + name.removeprefix(prefix)
 

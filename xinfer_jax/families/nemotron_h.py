@@ -27,15 +27,22 @@ _TYPES = (_MAMBA, FULL, _EXPERTS, _MLP)
 _OLDER_TYPES = dict(mamba=_MAMBA, attention=FULL)
 _LETTERS = {"M": _MAMBA, "*": FULL, "E": _EXPERTS, "-": _MLP}
 _OLDER_NAMES = dict(
-    mamba_n_groups="n_groups", mamba_d_conv="conv_kernel", mamba_conv_bias="use_conv_bias",
+    mamba_n_groups="n_groups",
+    mamba_d_conv="conv_kernel",
+    mamba_conv_bias="use_conv_bias",
     layer_types="layers_block_type",
-)  # fmt: skip
+)
 _ACTIVATIONS = ("relu2", "silu", "gelu_pytorch_tanh")
 # The fields of config.json with the numbers of the mixer, by the fields of `Mamba2Spec`.
 _MIXER = dict(
-    num_heads="mamba_num_heads", head_dim="mamba_head_dim", n_groups="n_groups", state_size="ssm_state_size",
-    conv_kernel="conv_kernel", bias="use_bias", conv_bias="use_conv_bias",
-)  # fmt: skip
+    num_heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    n_groups="n_groups",
+    state_size="ssm_state_size",
+    conv_kernel="conv_kernel",
+    bias="use_bias",
+    conv_bias="use_conv_bias",
+)
 
 
 def complete_nemotron_h(hf: Mapping) -> dict[str, Any]:
@@ -81,10 +88,7 @@ def _layer_types(hf: Mapping) -> list[str]:
 
 def read_nemotron_h(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, "sliding_window")
-    if hf["mamba_hidden_act"] not in ("silu", "swish"):
-        raise InputError(
-            f"mamba_hidden_act {format_value(hf['mamba_hidden_act'])} is not supported: Mamba-2's is 'silu'"
-        )
+    reject_setting(hf, "tie_word_embeddings")  # transformers loads a head of its own then too
     activation = hf["mlp_hidden_act"]
     if activation not in _ACTIVATIONS:
         raise InputError(
@@ -93,7 +97,7 @@ def read_nemotron_h(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     types = hf["layers_block_type"]
     makers = {
-        _MAMBA: lambda: LayerSpec((read_mixer(hf, _MIXER),), None),
+        _MAMBA: lambda: LayerSpec((read_mixer(hf, _MIXER, activation="mamba_hidden_act"),), None),
         FULL: lambda: LayerSpec((AttentionSpec(**attention_bias(hf), uses_rope=False),), None),
         _EXPERTS: lambda: LayerSpec((), _read_experts(hf)),
         _MLP: lambda: LayerSpec((), MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False)),
@@ -177,12 +181,30 @@ _ATTENTION = Names({leaf: f"mixer.{leaf}_proj" for leaf in "qkvo"})
 FAMILY = Family(
     DEFAULTS
     | dict(
-        vocab_size=131072, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        intermediate_size=21504, max_position_embeddings=4096, layer_norm_epsilon=1e-5,
-        mlp_hidden_act="relu2", mamba_hidden_act="silu", ssm_state_size=128, mamba_num_heads=128,
-        mamba_head_dim=64, n_groups=8, conv_kernel=4, use_bias=False, use_conv_bias=True, n_routed_experts=8,
-        n_shared_experts=1, moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688,
-        moe_latent_size=None, num_experts_per_tok=2, norm_topk_prob=True,
+        vocab_size=131072,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=21504,
+        max_position_embeddings=4096,
+        layer_norm_epsilon=1e-5,
+        mlp_hidden_act="relu2",
+        mamba_hidden_act="silu",
+        ssm_state_size=128,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        n_groups=8,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        moe_intermediate_size=7688,
+        moe_shared_expert_intermediate_size=7688,
+        moe_latent_size=None,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     ),
     read_nemotron_h,
     "NemotronHForCausalLM",
@@ -190,5 +212,6 @@ FAMILY = Family(
     Names(_LEAVES, _STACKED),
     {AttentionSpec.kind: _ATTENTION, Mamba2Spec.kind: mamba2_names("mixer")},
     prefixes=BACKBONE,
+    module_prefixes={"model.embed_tokens.": "model.embeddings.", "model.norm.": "model.norm_f."},
     complete=complete_nemotron_h,
-)  # fmt: skip
+)

@@ -1,6 +1,5 @@
 """Mixture of experts: a router chooses a few of X MLPs for each token, and weights their outputs."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -68,22 +67,15 @@ def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Arr
     """Returns one expert's MLP for all tokens, float32 [M, D]."""
     if config.experts is None or config.experts.swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
-    inner_MF = inner_activation(config)(*products(x_MD, input_matrices(tree)))
-    return linear(inner_MF, tree["down"], jnp.float32)
+    gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
+    return linear(inner_activation(config)(gate_MF, up_MF), tree["down"], jnp.float32)
 
 
-def input_matrices(tree: Params) -> list[Params]:
-    """Returns the matrices that multiply the input of experts: gate and up, or up alone."""
-    return [tree[name] for name in ("gate", "up") if name in tree]
-
-
-def inner_activation(config: ModelConfig) -> Callable[..., jax.Array]:
-    """Returns the function of the products with `input_matrices`, [M, F] each: its output is the input of
-    down.
-    """
+def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the function of an expert's gate and up, [M, F] each: its output is the input of down."""
     swiglu = config.experts.swiglu if config.experts else None
     if swiglu is None:
-        return lambda first, *up: math.prod(up, start=activation(config)(first))
+        return lambda gate, up: activation(config)(gate) * up
     alpha = swiglu.alpha
     limit = swiglu.limit
     return lambda gate, up: swish(alpha, jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)

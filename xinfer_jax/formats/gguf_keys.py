@@ -24,11 +24,21 @@ ARCHITECTURES = (
     "gpt-oss",
     "deepseek2",
     "glm4moe",
+    "mamba2",
+    "falcon-h1",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "lfm2",
+    "lfm2moe",
 )
 _HYBRID = ("qwen35", "qwen35moe")
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_MAMBA = ("mamba2", "falcon-h1", "granitehybrid", *_NEMOTRON)
+_CONVOLUTIONS = ("lfm2", "lfm2moe")
 _LATENT = ("deepseek2",)
 _GROUPED = ("deepseek2", "glm4moe")  # experts that a router chooses in groups
-_EXPERTS = ("qwen3moe", "qwen35moe", "gemma4", "gpt-oss", *_GROUPED)
+_EXPERTS = ("qwen3moe", "qwen35moe", "gemma4", "gpt-oss", "nemotron_h_moe", "lfm2moe", *_GROUPED)
 _WINDOWS = ("gemma3", "gemma4", "gpt-oss")
 # Keys of the architecture that are read, without its name, and the architectures that read them.
 _READ: dict[str, tuple[str, ...]] = {
@@ -45,14 +55,22 @@ _READ: dict[str, tuple[str, ...]] = {
         ),
         ARCHITECTURES,
     ),
-    **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"), _EXPERTS),
-    "expert_shared_feed_forward_length": ("qwen35moe",),
+    **dict.fromkeys(("expert_count", "expert_used_count"), (*_EXPERTS, "granitehybrid")),
+    "expert_feed_forward_length": _EXPERTS,
+    "expert_shared_feed_forward_length": ("qwen35moe", "granitehybrid", "nemotron_h_moe"),
     **dict.fromkeys(
         (
-            "leading_dense_block_count", "expert_shared_count", "expert_group_count",
-            "expert_group_used_count", "expert_gating_func", "expert_weights_norm", "expert_weights_scale",
+            "expert_shared_count", "expert_group_count", "expert_group_used_count", "expert_weights_norm",
         ),
-        _GROUPED,
+        (*_GROUPED, "nemotron_h_moe"),
+    ),
+    "leading_dense_block_count": (*_GROUPED, "lfm2moe"),
+    "expert_gating_func": _GROUPED,
+    "expert_weights_scale": (*_GROUPED, "nemotron_h_moe", "lfm2moe"),
+    "moe_latent_size": ("nemotron_h_moe",),
+    "shortconv.l_cache": _CONVOLUTIONS,
+    **dict.fromkeys(
+        ("embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"), ("granitehybrid",)
     ),
     **dict.fromkeys(
         (
@@ -64,10 +82,10 @@ _READ: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
-            "full_attention_interval", "attention.recurrent_layers",
         ),
-        _HYBRID,
+        (*_HYBRID, *_MAMBA),
     ),
+    **dict.fromkeys(("full_attention_interval", "attention.recurrent_layers"), _HYBRID),
     **dict.fromkeys(
         ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"), _WINDOWS
     ),
@@ -84,16 +102,20 @@ _READ: dict[str, tuple[str, ...]] = {
 _REQUIRED: dict[str, tuple[str, ...]] = {  # their defaults would be those of another model
     **dict.fromkeys(
         (
-            "context_length", "embedding_length", "block_count", "attention.head_count",
-            "attention.layer_norm_rms_epsilon",
+            "context_length", "embedding_length", "block_count", "attention.layer_norm_rms_epsilon",
         ),
         ARCHITECTURES,
     ),
-    "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4", *_GROUPED),
+    "attention.head_count": tuple(arch for arch in ARCHITECTURES if arch != "mamba2"),
+    "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4", *_GROUPED, *_NEMOTRON,
+        *_CONVOLUTIONS, "falcon-h1", "granitehybrid"),
+    "attention.head_count_kv": (*_NEMOTRON, *_CONVOLUTIONS, "granitehybrid"),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"),
-        ("qwen3moe", "qwen35moe", "gpt-oss", "glm4moe")),
+        ("qwen3moe", "qwen35moe", "gpt-oss", "glm4moe", "nemotron_h_moe", "lfm2moe")),
+    "shortconv.l_cache": _CONVOLUTIONS,
+    "expert_shared_feed_forward_length": ("nemotron_h_moe",),
     **dict.fromkeys(("attention.kv_lora_rank", "attention.key_length", "attention.value_length"), _LATENT),
-    **dict.fromkeys((key for key in _READ if key.startswith("ssm.")), _HYBRID),
+    **dict.fromkeys((key for key in _READ if key.startswith("ssm.")), (*_HYBRID, *_MAMBA)),
     "rope.dimension_count": (*_HYBRID, *_GROUPED),
     "attention.sliding_window": ("gemma4", "gpt-oss"),
     **dict.fromkeys(
@@ -154,7 +176,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (),
     ),
 }  # fmt: skip
-_GATING = {"gpt-oss": (3,)}  # softmax of the chosen experts' scores; in the others of all scores: 1
+# 2: sigmoid; 3: softmax of the chosen experts' scores; in other architectures 1: softmax of all scores.
+_GATING = {"gpt-oss": (3,), "nemotron_h_moe": (2,), "lfm2moe": (2,)}
+# Keys of parts that all models of an architecture lack.
+_OF_ABSENT_PARTS = {
+    "mamba2": re.compile(r"rope\..*|feed_forward_length|attention\.(head|key|value|scale).*"),
+    "granitehybrid": re.compile(r"rope\.(?!scaling\.finetuned).*"),
+    **dict.fromkeys(_NEMOTRON, re.compile(r"rope\..*")),
+}
 # Keys with another first part.
 _GENERAL = (
     "general.architecture", "general.alignment", "general.sampling.temp", "general.sampling.top_k",
@@ -199,6 +228,8 @@ def key_role(arch: str, key: str) -> str | tuple[Any, ...] | None:
     """
     (namespace, _, own) = key.partition(".")
     if namespace == arch:
+        if arch in _OF_ABSENT_PARTS and _OF_ABSENT_PARTS[arch].fullmatch(own):
+            return "without effect"
         if arch in _READ.get(own, ()):
             return "read"
         if own == "expert_gating_func":
