@@ -74,6 +74,7 @@ _MAMBAS = [
     (1, 2048, 1, 48, 64, 128, "bfloat16"),
     (1, 2048, 2, 32, 128, 256, "bfloat16"),
     (4, 512, 2, 6, 64, 64, "float32"),
+    (2, 512, 1, 4, 256, 256, "float16"),
 ]
 
 
@@ -120,8 +121,7 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
         yield from _append_calls(impl, is_tpu, is_tiny)
         yield from _product_calls(impl, is_tpu, is_tiny)
         yield from _delta_calls(impl, is_tpu, is_tiny)
-    if impl in ("triton", "interpret"):
-        yield from _mamba_calls(impl, is_tiny)
+        yield from _mamba_calls(impl, is_tpu, is_tiny)
     if impl in ("triton", "interpret"):
         yield from _expert_calls(impl, is_tiny)
 
@@ -427,8 +427,11 @@ def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: s
 # --- Mamba-2 ------------------------------------------------------------------------------------------------
 
 
-def _mamba_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
-    for rows, T, G, N, Y, S, dtype in [(3, 1, 1, 2, 64, 64, "bfloat16")] if is_tiny else _MAMBAS:
+def _mamba_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall]:
+    tiny = (3, 1, 1, 8, 64, 128, "bfloat16") if is_tpu else (3, 1, 1, 2, 64, 64, "bfloat16")
+    for rows, T, G, N, Y, S, dtype in [tiny] if is_tiny else _MAMBAS:
+        if is_tpu and (dtype == "float16" or S < LANES or N % 8):
+            continue
         kernel = "mamba_step" if T == 1 else "mamba_prefill"
         label = f"{rows} rows, {T} tokens, {N} heads of {Y}, states of {S} {dtype}"
         yield KernelCall(impl, kernel, label, partial(_mamba_arguments, rows, T, G, N, Y, S, dtype), {})
