@@ -1,9 +1,9 @@
 """Prompts in Mamba-2 on TPUs, in blocks of 64 tokens (SSD, Dao and Gu 2024). The kernel does everything
 between the products, except the gate and the norm.
 
-The grid walks the tokens of a row in order, for some heads. Their states stay in on-chip memory meanwhile. A
-block is a few products: of c with b and with the states, which are one product for all heads of a group, then
-of the weights with x for each head, and of x with b.
+The grid walks the tokens of a row in order, for some heads. Their states stay in on-chip memory meanwhile.
+Products of c with b, of c with the states, and of x with b are one product each for all heads of a group. The
+product of weights with x is one for each head, or for two heads of width 64, which are side by side in lanes.
 """
 
 from functools import partial
@@ -219,7 +219,7 @@ def _inside(
 
 
 def _spread(columns: jax.Array, j: int, p: int, width: int) -> jax.Array:
-    """Returns the j-th p columns, each in so many lanes: [C, p · width]."""
+    """Returns the j-th p columns, each in `width` lanes: [C, p · width]."""
     spread = jnp.broadcast_to(columns[:, j * p : j * p + 1], (len(columns), p * width))
     lane = lax.broadcasted_iota(jnp.int32, spread.shape, 1)
     for k in range(1, p):

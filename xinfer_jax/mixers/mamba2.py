@@ -35,6 +35,7 @@ from .recurrent import Inputs, Recurrent
 
 _PRODUCTS = ("ssm_z", "ssm_x", "ssm_b", "ssm_c", "ssm_dt")
 _CONVOLVED = ("conv_c", "conv_b", "conv_x")  # in the order of `Recurrent.inputs`
+_KERNELS = ("mamba_step", "mamba_prefill")
 _NUMBERS = ("A_log", "dt_bias", "D")  # of each head
 
 
@@ -171,6 +172,10 @@ class Mamba2(Mixer):
         of_group = (spec.n_groups, W, spec.state_size)
         of_heads = (spec.num_heads, W, spec.head_dim)
         return of_group, of_group, of_heads, (spec.num_heads, spec.head_dim, spec.state_size)
+
+    def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
+        x = jax.ShapeDtypeStruct((rows, self.spec.num_heads * self.spec.head_dim), dtype)
+        return dict.fromkeys(_KERNELS, (x, params, self.config, cache))
 
     @property
     def divided(self) -> tuple[Divided, ...]:
