@@ -31,6 +31,7 @@ KERNELS = {
         "triton gated_experts 200",
         "triton gated_experts 512 tokens int",
         "triton gated_experts 64 tokens fp8",
+        "triton gated_experts 64 tokens bfloat16 without gates",
         "triton product fp8 8 ",
         "triton int8_head_argmax 32",
         "triton summarize_logits bias",

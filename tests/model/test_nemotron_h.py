@@ -1,5 +1,5 @@
-"""Nemotron-H, whose layers are one mixer or one feed-forward, LFM2 MoE and Granite MoE: files, settings that
-are rejected, and long prompts against transformers.
+"""Nemotron-H, whose layers are one mixer or one feed-forward, LFM2 MoE, LFM3 and Granite MoE: files, settings
+that are rejected, and long prompts against transformers.
 """
 
 import json
@@ -25,7 +25,12 @@ from xinfer_jax.weights.param_specs import param_specs
 pytestmark = pytest.mark.oldest
 
 NEMOTRON = cases.CASES["nemotron-h-published"]
-OTHERS = ("lfm2-moe-published-tied", "granitemoe-published-tied", "granitemoeshared-tied")
+OTHERS = (
+    "lfm2-moe-published-tied",
+    "lfm3-published-tied",
+    "granitemoe-published-tied",
+    "granitemoeshared-tied",
+)
 LENGTHS = (1, 3, 63, 64, 65, 200)  # around a block of Mamba-2, and several
 
 
@@ -123,6 +128,7 @@ OWN_NAMES = {
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
         "router.layer": "router",
     },
+    "lfm3-published-tied": {"gate_proj": "g_proj"},
 }
 
 
@@ -239,6 +245,19 @@ BAD = {
         (dict(routed_scaling_factor=0), "routed_scaling_factor must be a number above 0, got 0"),
         (dict(layer_types=["conv", "mamba", "conv", "conv"]), "layer type 'mamba' is not supported"),
         (dict(conv_L_cache=1), "conv_L_cache must be at least 2, got 1"),
+    ],
+    "lfm3-published-tied": [
+        (
+            dict(layer_types=["conv", "mamba", "conv", "conv", "conv"]),
+            "'mamba' is not supported: only conv, ",
+        ),
+        (dict(layer_types=["conv"]), "layer_types must list one type for each of the 5 layers"),
+        (dict(sliding_window=None), "sliding_window must be a number above 0, got None"),
+        (dict(use_attention_gate=1), "use_attention_gate must be true or false, got 1"),
+        (dict(use_sandwich_norm=None), "use_sandwich_norm must be true or false, got None"),
+        (dict(norm_eps=0), "norm_eps must be a number above 0, got 0"),
+        (dict(hidden_act="relu2"), "hidden_act 'relu2' is not supported: LFM3's is 'silu'"),
+        (dict(rope_parameters=dict(rope_theta=1e4)), "rope_parameters of model_type 'lfm3' must name"),
     ],
     "granitemoeshared-tied": [
         (dict(shared_intermediate_size=-1), "shared_intermediate_size must be an integer from 0"),

@@ -31,6 +31,7 @@ _OLDER_NAMES = dict(
     mamba_d_conv="conv_kernel",
     mamba_conv_bias="use_conv_bias",
     layer_types="layers_block_type",
+    num_local_experts="n_routed_experts",
 )
 _ACTIVATIONS = ("relu2", "silu", "gelu_pytorch_tanh")
 # The fields of config.json with the numbers of the mixer, by the fields of `Mamba2Spec`.
