@@ -87,8 +87,8 @@ def gated_experts(  # noqa: PLR0913
     matrices = (up_XFD,) if gate_XFD is None else (gate_XFD, up_XFD)
     args = (start_X1, key_C, x_MD, matrices, biases[:2])
     inner_CF = launch(gate_up, args, F, sizes.gate_outputs, "experts_gate_up")
-    args = (start_X1, key_C, inner_CF, down_XDF)
-    out_CD = launch(_down_kernel, args, D, sizes.down_outputs, "experts_down")
+    of_down = (start_X1, key_C, inner_CF, down_XDF)
+    out_CD = launch(_down_kernel, of_down, D, sizes.down_outputs, "experts_down")
     out_MUD = out_CD.reshape(M, U, D).astype(jnp.float32)
     if biases:
         out_MUD += biases[2][jnp.clip(expert_MU, 0, X - 1)]
