@@ -165,7 +165,10 @@ def _floats(experts: Any) -> jax.Array:
 
 def inner_features(inputs: Any, activation: Any, limit: float | None = None) -> jax.Array:
     """Returns the input of down. inputs: the products with gate and up, or with up if there is no gate."""
-    return gated(*inputs, activation, limit) if len(inputs) == 2 else activation(inputs[0])
+    if len(inputs) == 1:
+        return activation(inputs[0])
+    gate, up = inputs
+    return gated(gate, up, activation, limit)
 
 
 def gated(gate, up, activation, limit: float | None = None) -> jax.Array:
