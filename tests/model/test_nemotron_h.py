@@ -59,7 +59,7 @@ def test_a_layer_has_one_part_and_one_norm(model):
     assert norms == [{"attn_norm" if layer.mixers else "mlp_norm"} for layer in config.layers]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_chunks_tokens_and_draft_tokens(model):
     family_checks.check_chunks(model, (4, 20, 77))
     family_checks.check_tokens(model)
