@@ -2,7 +2,8 @@
 
 A mixer is Mamba-2, or attention without RoPE. A feed-forward is an MLP without a gate, or a mixture of
 experts without gates, which may be latent. As in transformers, `attention_bias`, `residual_in_fp32`,
-`time_step_limit` and `expand` have no effect. Draft heads (`mtp.*`) are not read.
+`time_step_limit` and `expand` have no effect, and neither has `time_step_min` (see `mixers.mamba2`). Draft
+heads (`mtp.*`) are not read.
 """
 
 from collections.abc import Mapping
