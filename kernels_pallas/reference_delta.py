@@ -133,7 +133,7 @@ def before_tokens(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Arra
     return [jnp.where(begins_B111, 0, x) for x in old]
 
 
-def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.Array) -> list[jax.Array]:
+def inputs_after(before: Sequence[jax.Array], new: Sequence[Any], num_tokens_B: jax.Array) -> list[jax.Array]:
     """Returns the last W inputs after the tokens, [B, heads, W, width]."""
     W = before[0].shape[2]
     slot_BW1 = (num_tokens_B[:, None] - W + jnp.arange(W))[..., None]

@@ -92,11 +92,12 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
 def test_draft_tokens_next_to_others(model, prompts):
     """Greedy tokens with prompt look-up are those without, and the prefix cache has the same hits."""
     found = []
-    for options in ({}, dict(draft="lookup", draft_tokens=3)):
+    drafts = dict(draft="lookup", draft_tokens=3)
+    for options in ({}, drafts, drafts | dict(host_pages=20)):
         with xj.Engine(model, rows=2, capacity=256, chunk=64, **options) as engine:
             requests = [engine.submit(prompt, OPTIONS) for prompt in prompts * 2]
             found.append([(row[0], row[2]) for row in answers(requests)])
-    assert found[0] == found[1] and any(reused for _, reused in found[0])
+    assert found[0] == found[1] == found[2] and any(reused for _, reused in found[0])
 
 
 FEW_PAGES = dict(rows=2, capacity=256, chunk=64, pages=9)
