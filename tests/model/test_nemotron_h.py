@@ -284,3 +284,12 @@ def test_defaults_are_those_of_transformers():
     config = from_hf(dict(model_type="lfm2_moe", num_dense_layers=1, **sizes))
     assert config.experts.router == GroupedTopkSpec(norm_epsilon=1e-6)
     assert (config.num_experts, config.num_experts_per_tok) == (32, 4)
+
+
+def test_settings_without_effect():
+    """transformers reads them for other families alone: attention of Nemotron-H never has biases, and MLPs of
+    LFM2 MoE are as wide as `intermediate_size`.
+    """
+    assert from_hf(NEMOTRON.hf | dict(attention_bias=True)) == from_hf(NEMOTRON.hf)
+    lfm2_moe = cases.CASES["lfm2-moe-published-tied"].hf
+    assert from_hf(lfm2_moe | dict(block_auto_adjust_ff_dim=True)) == from_hf(lfm2_moe)
