@@ -1,13 +1,17 @@
 """Engines of hybrid models: rows have recurrent states beside pages."""
 
+import jax
 import numpy as np
 import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
+from xinfer_jax.engine.engine_options import EngineOptions
+from xinfer_jax.engine.host_pages import HostPages
 from xinfer_jax.engine.pages import PagePool
 from xinfer_jax.engine.row import PrefillChunk, Row
 from xinfer_jax.engine.scheduler import Scheduler
+from xinfer_jax.engine.shape import engine_shape
 
 pytestmark = pytest.mark.oldest
 
@@ -95,6 +99,18 @@ def test_draft_tokens_next_to_others(model, prompts):
             requests = [engine.submit(prompt, OPTIONS) for prompt in prompts * 2]
             found.append([(row[0], row[2]) for row in answers(requests)])
     assert found[0] == found[1] and any(reused for _, reused in found[0])
+
+
+def test_snapshots_with_draft_slots_fit_host_memory(model):
+    """Parameters may be NumPy arrays, which are on no device yet."""
+    params = jax.tree.map(np.asarray, model.params)
+    options = EngineOptions(rows=2, capacity=256, chunk=64, pages=9, host_pages=4, draft="lookup")
+    shape = engine_shape(xj.Model(params, model.config), options)
+    states = shape.empty_states(model.config, shape.snapshots)
+    host = HostPages(shape.host_snapshots, states)
+    first = jax.tree.map(lambda x: x[:1] + 1, states)
+    host.save(np.array([2]), first)
+    jax.tree.map(np.testing.assert_array_equal, host.load(np.array([2]), states), first)
 
 
 def test_snapshots_are_bounded():

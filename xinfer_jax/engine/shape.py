@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
-import numpy as np
 from jax.sharding import Mesh
 
 from .. import __version__
@@ -102,7 +102,7 @@ class EngineShape(EngineOptions):
     ) -> tuple[LayerCache, ...]:
         """Returns the recurrent states of this number of rows: the cache of each mixer without keys."""
         drafts = self.num_draft_tokens and 1 + self.num_draft_tokens
-        lengths_B: Any = np.zeros(rows, np.int32)
+        lengths_B = jnp.zeros(rows, jnp.int32)
         layers = (
             mixer.empty_cache(rows, self.capacity, self.cache_dtype, mesh)
             for mixer in config.cached_mixers
