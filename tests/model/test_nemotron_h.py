@@ -204,6 +204,12 @@ def test_types_of_layers_have_three_names():
     assert from_hf(base).num_hidden_layers == 4
 
 
+def test_attention_has_no_biases():
+    """As in transformers, whatever `attention_bias` says. Heads may have an odd width, without RoPE."""
+    assert from_hf(NEMOTRON.hf | dict(attention_bias=True)) == NEMOTRON.config
+    assert from_hf(NEMOTRON.hf | dict(head_dim=7)).head_dim == 7
+
+
 BAD = {
     "nemotron-h-published": [
         (dict(hybrid_override_pattern="ME*MEX"), "hybrid_override_pattern has the letter 'X': use M"),
