@@ -1,9 +1,9 @@
 """Nemotron-H and Nemotron-3: each layer is one mixer or one feed-forward, after one norm.
 
-A mixer is Mamba-2, or attention without RoPE and biases. A feed-forward is an MLP without a gate, or a mixture of
-experts without gates, which may be latent. As in transformers, `attention_bias`, `residual_in_fp32`,
-`time_step_limit` and `expand` have no effect, and neither has `time_step_min` (see `mixers.mamba2`). Draft
-heads (`mtp.*`) are not read.
+A mixer is Mamba-2, or attention without RoPE and biases. A feed-forward is an MLP without a gate, or a
+mixture of experts without gates, which may be latent. As in transformers, `attention_bias`,
+`residual_in_fp32`, `time_step_limit` and `expand` have no effect, and neither has `time_step_min` (see
+`mixers.mamba2`). Draft heads (`mtp.*`) are not read.
 """
 
 from collections.abc import Mapping
