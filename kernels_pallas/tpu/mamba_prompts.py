@@ -168,7 +168,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any) -> None:
     size = pairs // groups  # pairs of heads of a group here
     parts = [[split(z[:, g * S : (g + 1) * S]) for g in range(groups)] for z in (b, c)]
     with_b = [
-        dot_parts(c_CS, tuple(jnp.concatenate([part] * p, 0) for part in b_CS), 1)
+        dot_parts(c_CS, [jnp.concatenate([part] * p, 0) for part in b_CS], 1)
         for b_CS, c_CS in zip(*parts, strict=True)
     ]
     states = [
@@ -181,7 +181,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any) -> None:
     for g in range(groups):
         of_group = range(g * size, (g + 1) * size)
         added = split(jnp.concatenate([_spread(to_end, j, p, Y) * written[j] for j in of_group], 1))
-        more = dot_parts(tuple(part.T for part in added), parts[0][g], 0)
+        more = dot_parts([part.T for part in added], parts[0][g], 0)
         for j, m in enumerate(range(g * size * p, (g + 1) * size * p)):
             decay_11 = from_begin[-1:, m : m + 1]
             refs.after[0, m] = refs.after[0, m] * decay_11 + more[j * Y : (j + 1) * Y]

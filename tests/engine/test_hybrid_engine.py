@@ -7,9 +7,12 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.engine import page_tiers
+from xinfer_jax.engine.engine_options import EngineOptions
+from xinfer_jax.engine.host_pages import HostPages
 from xinfer_jax.engine.pages import PagePool
 from xinfer_jax.engine.row import PrefillChunk, Row
 from xinfer_jax.engine.scheduler import Scheduler
+from xinfer_jax.engine.shape import engine_shape
 
 pytestmark = pytest.mark.oldest
 
@@ -187,6 +190,18 @@ def test_snapshots_in_files(model, many_prompts, computed, tmp_path, monkeypatch
         path.write_bytes(data)
     with xj.Engine(model, **options) as engine:
         assert answers([engine.submit(prompt, SHORT) for prompt in many_prompts]) == computed
+
+
+def test_snapshots_with_draft_slots_fit_host_memory(model):
+    """Parameters may be NumPy arrays, which are on no device yet."""
+    params = jax.tree.map(np.asarray, model.params)
+    options = EngineOptions(rows=2, capacity=256, chunk=64, pages=9, host_pages=4, draft="lookup")
+    shape = engine_shape(xj.Model(params, model.config), options)
+    states = shape.empty_states(model.config, shape.snapshots)
+    host = HostPages(shape.host_snapshots, states)
+    first = jax.tree.map(lambda x: x[:1] + 1, states)
+    host.save(np.array([2]), first)
+    jax.tree.map(np.testing.assert_array_equal, host.load(np.array([2]), states), first)
 
 
 def test_snapshots_are_bounded():

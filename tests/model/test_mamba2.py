@@ -59,7 +59,7 @@ def test_cached_equals_uncached_however_it_is_split(model):
         cache.truncate([4, 23, 77])
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_chunks_next_to_attention(hybrid):
     family_checks.check_chunks(hybrid, (1, 2, 39, 76, 77))
     family_checks.check_packed_texts(hybrid)
@@ -121,6 +121,7 @@ def test_engine_bits_next_to_attention(hybrid):
         (dict(conv_kernel=1), "conv_kernel must be at least 2, got 1"),
         (dict(state_size=0), "state_size must be a number above 0"),
         (dict(head_dim=15), "expand 2 makes 96 inner features, and 6 heads of 15 have 90"),
+        (dict(expand=1.5, head_dim=12), "expand must be an integer, got 1.5"),
         (dict(expand=3), "expand 3 makes 144 inner features, and 6 heads of 16 have 96"),
         (dict(use_conv_bias=None), "use_conv_bias must be true or false"),
         (dict(layer_norm_epsilon=0), "layer_norm_epsilon must be a number above 0"),
@@ -130,6 +131,14 @@ def test_engine_bits_next_to_attention(hybrid):
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
         xj.ModelConfig.from_hf(CASE.hf | change)
+
+
+def test_widths_that_rope_could_not_rotate():
+    """A model without RoPE may have odd ones, also of the heads of Mamba-2."""
+    config = xj.ModelConfig.from_hf(CASE.hf | dict(hidden_size=45, head_dim=15))
+    assert config.ropes == ()
+    logits_BTV = xj.forward(random_params(config), config, np.array([[1, 2, 3]]))[0]
+    assert np.isfinite(logits_BTV).all()
 
 
 def test_rejected_draft_models_and_caches(model):

@@ -147,6 +147,7 @@ def test_rotated_parts_of_heads():
             r"attn_layer_indices must list layers from 0 to 2, got \[3\]",
         ),
         ("bamba", dict(attn_layer_indices=1), "attn_layer_indices must list layers from 0 to 2, got 1"),
+        ("bamba", dict(attn_layer_indices=0), "attn_layer_indices must list layers from 0 to 2, got 0"),
         (
             "bamba",
             dict(layer_types=["mamba", "moe", "mamba"]),

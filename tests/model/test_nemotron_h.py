@@ -59,7 +59,7 @@ def test_a_layer_has_one_part_and_one_norm(model):
     assert norms == [{"attn_norm" if layer.mixers else "mlp_norm"} for layer in config.layers]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_chunks_tokens_and_draft_tokens(model):
     family_checks.check_chunks(model, (4, 20, 77))
     family_checks.check_tokens(model)
@@ -204,6 +204,12 @@ def test_types_of_layers_have_three_names():
     assert from_hf(base).num_hidden_layers == 4
 
 
+def test_attention_has_no_biases():
+    """As in transformers, whatever `attention_bias` says. Heads may have an odd width, without RoPE."""
+    assert from_hf(NEMOTRON.hf | dict(attention_bias=True)) == NEMOTRON.config
+    assert from_hf(NEMOTRON.hf | dict(head_dim=7)).head_dim == 7
+
+
 BAD = {
     "nemotron-h-published": [
         (dict(hybrid_override_pattern="ME*MEX"), "hybrid_override_pattern has the letter 'X': use M"),
@@ -284,3 +290,12 @@ def test_defaults_are_those_of_transformers():
     config = from_hf(dict(model_type="lfm2_moe", num_dense_layers=1, **sizes))
     assert config.experts.router == GroupedTopkSpec(norm_epsilon=1e-6)
     assert (config.num_experts, config.num_experts_per_tok) == (32, 4)
+
+
+def test_settings_without_effect():
+    """transformers reads them for other families alone: attention of Nemotron-H never has biases, and MLPs of
+    LFM2 MoE are as wide as `intermediate_size`.
+    """
+    assert from_hf(NEMOTRON.hf | dict(attention_bias=True)) == from_hf(NEMOTRON.hf)
+    lfm2_moe = cases.CASES["lfm2-moe-published-tied"].hf
+    assert from_hf(lfm2_moe | dict(block_auto_adjust_ff_dim=True)) == from_hf(lfm2_moe)

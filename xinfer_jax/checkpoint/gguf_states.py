@@ -109,7 +109,6 @@ def nemotron_h(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str,
             layer_norm_epsilon=settings["rms_norm_eps"],
             use_bias=_has(tensors, ".ssm_in.bias"),
             use_conv_bias=_has(tensors, ".ssm_conv1d.bias"),
-            attention_bias=_has(tensors, ".attn_q.bias"),
             mlp_bias=_has(tensors, ".ffn_up.bias", ".ffn_up_shexp.bias"),
         )
     )

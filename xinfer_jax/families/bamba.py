@@ -46,7 +46,7 @@ def _layer_types(hf: Mapping, layers: int) -> list[str]:
     types = read_mamba_types(hf, layers)
     if types is not None:
         return types
-    found = hf.get("attn_layer_indices") or ()
+    found = () if hf.get("attn_layer_indices") is None else hf["attn_layer_indices"]
     if not isinstance(found, list | tuple) or not all(type(i) is int and 0 <= i < layers for i in found):
         raise InputError(
             f"attn_layer_indices must list layers from 0 to {layers - 1}, got {format_value(found)}"

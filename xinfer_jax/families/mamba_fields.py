@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import InputError, format_value
 from ..mixers.mamba2 import Mamba2Spec
 from .family import Joined, Names
-from .values import get_boolean, get_integer, get_number
+from .values import get_boolean, get_integer
 
 
 def read_mixer(
@@ -39,7 +39,7 @@ def read_mixer(
 
 def check_inner_width(hf: Mapping, mixer: Mamba2Spec, expand: str) -> None:
     """Raises InputError unless the heads are as wide as `expand` times hidden_size."""
-    width = int(get_number(hf, expand) * get_integer(hf, "hidden_size"))
+    width = get_integer(hf, expand) * get_integer(hf, "hidden_size")
     if width != mixer.num_heads * mixer.head_dim:
         raise InputError(
             f"config.json: {expand} {format_value(hf[expand])} makes {width} inner features, and"

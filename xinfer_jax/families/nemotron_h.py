@@ -1,8 +1,9 @@
 """Nemotron-H and Nemotron-3: each layer is one mixer or one feed-forward, after one norm.
 
-A mixer is Mamba-2, or attention without RoPE. A feed-forward is an MLP without a gate, or a mixture of
-experts without gates, which may be latent. As in transformers, `residual_in_fp32`, `time_step_limit` and
-`expand` have no effect. Draft heads (`mtp.*`) are not read.
+A mixer is Mamba-2, or attention without RoPE and biases. A feed-forward is an MLP without a gate, or a
+mixture of experts without gates, which may be latent. As in transformers, `attention_bias`,
+`residual_in_fp32`, `time_step_limit` and `expand` have no effect, and neither has `time_step_min` (see
+`mixers.mamba2`). Draft heads (`mtp.*`) are not read.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from ..feed_forward.ungated_experts import UngatedExpertsSpec
 from ..mixers.mamba2 import Mamba2Spec
 from .family import BACKBONE, Family, Joined, Names
 from .grouped_experts import DEFAULTS, read_grouped_experts, write_router_and_sizes
-from .layer_fields import FULL, attention_bias
+from .layer_fields import FULL
 from .mamba_fields import mamba2_names, read_mixer, write_mixer
 from .values import get_boolean, get_integer, get_number, reject_setting
 
@@ -99,7 +100,7 @@ def read_nemotron_h(hf: Mapping, layers: int) -> dict[str, Any]:
     types = hf["layers_block_type"]
     makers = {
         _MAMBA: lambda: LayerSpec((read_mixer(hf, _MIXER, activation="mamba_hidden_act"),), None),
-        FULL: lambda: LayerSpec((AttentionSpec(**attention_bias(hf), uses_rope=False),), None),
+        FULL: lambda: LayerSpec((AttentionSpec(uses_rope=False),), None),
         _EXPERTS: lambda: LayerSpec((), _read_experts(hf)),
         _MLP: lambda: LayerSpec((), MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False)),
     }

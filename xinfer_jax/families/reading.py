@@ -108,16 +108,22 @@ def _check_consistency(config: ModelConfig) -> None:
                 f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
                 f" {heads}"
             )
-    for width in {config.head_dim, *config.head_widths}:
-        if width % 2:
-            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
-    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
-        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
     if config.context_length > MAX_CONTEXT:
         raise InputError(
             f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
             f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
         )
+    if config.ropes:
+        _check_rotated_widths(config)
+
+
+def _check_rotated_widths(config: ModelConfig) -> None:
+    """Raises InputError for heads that RoPE cannot rotate."""
+    for width in {config.head_dim, *config.head_widths}:
+        if width % 2:
+            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
+    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
+        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
     width = config.rope.head_dim or config.head_dim
     rotated = config.rope.rotated_width(width)
     if rotated % 2 or not 0 < rotated <= width or config.rope.partial_rotary_factor > 1:

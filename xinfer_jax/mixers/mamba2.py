@@ -6,8 +6,8 @@ depthwise causal convolution with the activation silu. More tokens are processed
 of it is in float32.
 
 Formulas are those of decode steps in transformers 5.24 (`modeling_mamba2.py`, `modeling_nemotron_h.py`, …).
-For prompts transformers also limits dt to `time_step_limit`, so its own prompt and steps differ if dt
-reaches a limit. Here dt has no limits, and prompts equal steps.
+For prompts transformers also limits dt to `time_step_limit`, or in Nemotron-H to at least `time_step_min`, so
+its own prompt and steps differ if dt reaches a limit. Here dt has no limits, and prompts equal steps.
 
 Here N are heads, G groups, Y is the width of a head, H is `state_size`, I = N Y, W tokens before the current
 one that the convolution reads.
