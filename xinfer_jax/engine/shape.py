@@ -102,13 +102,15 @@ class EngineShape(EngineOptions):
     ) -> tuple[LayerCache, ...]:
         """Returns the recurrent states of this number of rows: the cache of each mixer without keys."""
         drafts = self.num_draft_tokens and 1 + self.num_draft_tokens
-        lengths_B = jnp.zeros(rows, jnp.int32)
         layers = (
             mixer.empty_cache(rows, self.capacity, self.cache_dtype, mesh)
             for mixer in config.cached_mixers
             if not mixer.has_keys
         )
-        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
+        if not rows:
+            return ()
+        # Each layer has an array of its own, since programs donate them.
+        return tuple(layer.with_draft_slots(drafts, jnp.zeros(rows, jnp.int32)) for layer in layers)
 
     @property
     def extra_slots(self) -> int:
