@@ -193,11 +193,15 @@ def test_snapshots_in_files(model, many_prompts, computed, tmp_path, monkeypatch
 
 
 def test_snapshots_with_draft_slots_fit_host_memory(model):
-    """Parameters may be NumPy arrays, which are on no device yet."""
+    """Also of a model whose parameters are NumPy arrays. No two arrays share a buffer, since programs donate
+    them.
+    """
     params = jax.tree.map(np.asarray, model.params)
     options = EngineOptions(rows=2, capacity=256, chunk=64, pages=9, host_pages=4, draft="lookup")
     shape = engine_shape(xj.Model(params, model.config), options)
     states = shape.empty_states(model.config, shape.snapshots)
+    leaves = jax.tree.leaves(states)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
     host = HostPages(shape.host_snapshots, states)
     first = jax.tree.map(lambda x: x[:1] + 1, states)
     host.save(np.array([2]), first)
