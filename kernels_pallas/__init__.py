@@ -1,9 +1,9 @@
-"""Pallas kernels for attention, the append to a cache, matrix products, steps of linear attention, the greedy
+"""Pallas kernels for attention, the append to a cache, matrix products, linear attention, Mamba-2, the greedy
 token, and a sampler's pass over the logits.
 
 Each kernel has a plain jnp reference of the same name in `reference`, `reference_products`,
-`reference_append` or `reference_delta`. The exceptions are `delta_drafts` and `route`, whose reference is a
-layer of the library that uses this package. The package does not import that library.
+`reference_append`, `reference_delta` or `reference_mamba`. The exceptions are `delta_drafts` and `route`,
+whose reference is a layer of the library that uses this package. The package does not import that library.
 
 Reading order:
 
@@ -124,6 +124,17 @@ Linear attention:
 - Prompts go in blocks of 64 tokens. A float32 product is six products of parts: each operand has three parts
   in bfloat16. On TPUs they are one product, six times as deep, since 64 or 128 numbers fill only a part of a
   matrix unit. On GPUs the part that does not read the state is a separate kernel, for all blocks at once.
+
+Mamba-2:
+
+- A decode step is one kernel on TPUs, from the input product to the gate, and writes the state in place. Its
+  grid goes through the heads of a row before the next row, since all heads of a group read the same inputs of
+  b and c. A product with ones on the matrix unit puts each number of x into all lanes.
+- The state has the axis S in lanes. XLA stores inputs of x in the order of axes that leaves the fewest lanes
+  empty, and the kernel takes both: heads before their numbers, or after.
+- Prompts go in blocks of 64 tokens, without a system of equations. On TPUs two heads of width 64 are side by
+  side in lanes. On GPUs b and c, and the part of prompts that does not read the state, are separate kernels.
+- Calls with draft tokens have no kernel.
 """
 
 from . import reference as reference

@@ -134,18 +134,21 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
     """Returns each token's weighted sum of the gated MLPs that it chose, float32 [M, D]: Σ weight ·
-    down(activation(gate(x)) · up(x)). Experts outside 0 … X - 1 count as zeros.
+    down(activation(gate(x)) · up(x)). Experts outside 0 … X - 1 count as zeros. gate_XFD: None: experts have
+    no gate and no biases, and compute down(activation(up(x))).
 
     The matrices are arrays, `Mxfp4`, or quantized `Matrix` whose arrays have a first axis X and whose groups
     have all inputs. biases: none, or [X, F], [X, F] and [X, D]. limit: see `gated`.
     """
-    gate, up, down = map(_floats, (gate_XFD, up_XFD, down_XDF))
+    up, down = map(_floats, (up_XFD, down_XDF))
     x = x_MD.astype(jnp.float32)
     product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     of_gate, of_up, of_down = biases or (0, 0, 0)
-    gate_MXF = product("md,xfd->mxf", x, gate) + of_gate
-    inner_MXF = gated(gate_MXF, product("md,xfd->mxf", x, up) + of_up, activation, limit)
-    used_MUX = expert_MU[..., None] == jnp.arange(len(gate))
+    inner = [product("md,xfd->mxf", x, up) + of_up]
+    if gate_XFD is not None:
+        inner.insert(0, product("md,xfd->mxf", x, _floats(gate_XFD)) + of_gate)
+    inner_MXF = inner_features(inner, activation, limit)
+    used_MUX = expert_MU[..., None] == jnp.arange(len(up))
     out_MXD = product("mxf,xdf->mxd", inner_MXF, down) + of_down
     out_MUXD = jnp.where(used_MUX[..., None], out_MXD[:, None], 0)
     return (weight_MU[..., None] * out_MUXD.sum(2)).sum(1)
@@ -158,6 +161,11 @@ def _floats(experts: Any) -> jax.Array:
     if isinstance(experts, Matrix):
         return jnp.swapaxes(jax.vmap(matrix_floats)(experts), 1, 2)
     return experts.astype(jnp.float32)
+
+
+def inner_features(inputs: Any, activation: Any, limit: float | None = None) -> jax.Array:
+    """Returns the input of down. inputs: the products with gate and up, or with up if there is no gate."""
+    return gated(*inputs, activation, limit) if len(inputs) == 2 else activation(inputs[0])
 
 
 def gated(gate, up, activation, limit: float | None = None) -> jax.Array:

@@ -133,7 +133,7 @@ def before_tokens(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Arra
     return [jnp.where(begins_B111, 0, x) for x in old]
 
 
-def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.Array) -> list[jax.Array]:
+def inputs_after(before: Sequence[jax.Array], new: Sequence[Any], num_tokens_B: jax.Array) -> list[jax.Array]:
     """Returns the last W inputs after the tokens, [B, heads, W, width]."""
     W = before[0].shape[2]
     slot_BW1 = (num_tokens_B[:, None] - W + jnp.arange(W))[..., None]
@@ -157,15 +157,29 @@ def convolved(
     """
 
     def convolve(before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array) -> jax.Array:
-        B, K, W, H = before_BKWH.shape
-        T = new_BTX.shape[1]
-        before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
-        x_BSX = jnp.concatenate([before_BWX, zeros_past(new_BTX, num_tokens_B).astype(jnp.float32)], 1)
-        y: Any = sum(x_BSX[:, w : w + T] * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
-        return jax.nn.silu(y).reshape(B, T, K, H)
+        B, K, _, H = before_BKWH.shape
+        y_BTX = weighted_inputs(before_BKWH, zeros_past(new_BTX, num_tokens_B), taps_XW)
+        return jax.nn.silu(y_BTX).reshape(B, -1, K, H)
 
     q, k, v = map(convolve, before, new[:3], weights[:3])
     return [unit(q) * q.shape[-1] ** -0.5, unit(k), v]
+
+
+def weighted_inputs(before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array) -> jax.Array:
+    """Returns the sums of a convolution, float32 [B, T, X]. It adds padded arrays, since XLA would store
+    concatenated inputs.
+    """
+    B, _, W, _ = before_BKWH.shape
+    T = new_BTX.shape[1]
+    before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
+
+    def inputs(w: int) -> jax.Array:
+        """Returns the input of each token that tap w multiplies."""
+        old = jnp.pad(before_BWX[:, w:], ((0, 0), (0, T), (0, 0)))[:, :T]
+        return old + jnp.pad(new_BTX, ((0, 0), (W - w, 0), (0, 0)))[:, :T].astype(jnp.float32)
+
+    total: Any = sum(inputs(w) * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
+    return total
 
 
 def normed_results(

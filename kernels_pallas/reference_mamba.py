@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .reference_delta import before_tokens, inputs_after, zeros_past
+from .reference_delta import before_tokens, inputs_after, weighted_inputs, zeros_past
 
 
 class MambaToken(NamedTuple):
@@ -98,12 +98,9 @@ def convolved(
     def convolve(
         before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array, bias: jax.Array
     ) -> jax.Array:
-        B, K, W, H = before_BKWH.shape
-        T = new_BTX.shape[1]
-        before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
-        x_BSX = jnp.concatenate([before_BWX, zeros_past(new_BTX, num_tokens_B).astype(jnp.float32)], 1)
-        y: Any = sum(x_BSX[:, w : w + T] * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
-        return jax.nn.silu(y + bias.astype(jnp.float32)).reshape(B, T, K, H)
+        B, K, _, H = before_BKWH.shape
+        y_BTX = weighted_inputs(before_BKWH, zeros_past(new_BTX, num_tokens_B), taps_XW)
+        return jax.nn.silu(y_BTX + bias.astype(jnp.float32)).reshape(B, -1, K, H)
 
     return list(map(convolve, before, new[:3], weights[:3], weights[3:6]))
 

@@ -54,6 +54,15 @@ SETTINGS = {  # of processes that record no programs: two devices for a mesh, an
 }
 
 
+def with_fewer_layers(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json with the first layers."""
+    types = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    hf = hf | {name: hf[name][:SHAPE_LAYERS] for name in types if name in hf}
+    lists = {name: hf[name] for name in ("full_attn_idxs", "attn_layer_indices") if name in hf}
+    hf = hf | {name: [i for i in found if i < SHAPE_LAYERS] for name, found in lists.items()}
+    return hf | dict(num_hidden_layers=SHAPE_LAYERS)
+
+
 def parity_case(name: str) -> dict[str, Any]:
     """Returns the config.json of a parity case."""
     import parity_cases
@@ -78,7 +87,7 @@ def write_checkpoints(folder: Path, names: list[str]) -> None:
     shapes.mkdir()
     for name, hf in SHAPES.items():
         if "num_kv_shared_layers" not in hf:
-            hf = hf | dict(num_hidden_layers=SHAPE_LAYERS)
+            hf = with_fewer_layers(hf)
         (shapes / f"{name}.json").write_text(json.dumps(hf), encoding="utf-8")
 
 

@@ -140,7 +140,8 @@ def _key_heads(key_heads: int, group: int) -> int:
 
 
 def _kernel(refs: _Refs, static: tuple[int, float]) -> None:
-    walk_blocks(refs, lambda *args: _block(refs, *args, *static))
+    (heads, eps) = static
+    walk_blocks(refs, partial(_block, refs, heads=heads, eps=eps))
 
 
 def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> None:

@@ -13,13 +13,16 @@ from ..key_layouts import LANES
 from ..reference_products import FP8_BLOCK
 from .matrices import Form
 
-_EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
+_EXPERT_BYTES = (
+    14 * 2**20
+)  # of the matrices of an expert that are read at once, of which there are two in VMEM
 _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 
 
 class ExpertSettings(NamedTuple):
     """The settings that are the same for every grid step."""
 
+    inputs: int  # matrices of the tokens: gate and up, or up if there is no gate
     forms: tuple[Form, ...]  # of gate and up, and of down
     widths: tuple[int, ...]  # outputs of a part of them
     parts: tuple[int, ...]
@@ -31,21 +34,31 @@ class ExpertSettings(NamedTuple):
         """Returns True if an expert is read at once."""
         return self.parts == (1, 1)
 
+    @property
+    def indices(self) -> list[Callable]:
+        """The functions that give the expert and part of a grid step, for each matrix."""
+        return [*[at_gate] * self.inputs, at_down]
+
+    def phase(self, matrix: int) -> int:
+        """Returns 0 for gate and up, and 1 for down. matrix: its place among the matrices."""
+        return int(matrix == self.inputs)
+
 
 def expert_settings(dtype: Any, rows: int, matrices, activation, limit) -> ExpertSettings:
     forms = []
     sizes = []
-    for matrix in (matrices[0], matrices[2]):
+    for matrix in (matrices[0], matrices[-1]):
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), matrix)
         forms.append(Form.of(one, dtype, rows))
         sizes.append(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one)))
-    sizes[0] *= 2
+    inputs = len(matrices) - 1
+    sizes[0] *= inputs
     if sum(sizes) <= _EXPERT_BYTES:
         widths = [form.outputs for form in forms]
     else:
         widths = [_width(form.outputs, size) for form, size in zip(forms, sizes, strict=True)]
     parts = [pl.cdiv(form.outputs, width) for form, width in zip(forms, widths, strict=True)]
-    return ExpertSettings(tuple(forms), tuple(widths), tuple(parts), activation, limit)
+    return ExpertSettings(inputs, tuple(forms), tuple(widths), tuple(parts), activation, limit)
 
 
 def _width(outputs: int, size: int) -> int:
@@ -132,8 +145,8 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
     arrays = []
     specs = []
     for n, (matrix, index) in enumerate(zip(matrices, indices, strict=True)):
-        form = settings.forms[n // 2]
-        width = settings.widths[n // 2]
+        form = settings.forms[settings.phase(n)]
+        width = settings.widths[settings.phase(n)]
         arrays.append(form.arrays(matrix))
         specs.append([of_expert(*shape, index) for shape in form.tile_shapes(width)])
         if form.has_blocks:
@@ -144,7 +157,7 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
 def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
     """Returns the bytes of the blocks of matrices in VMEM. There are two blocks of each matrix."""
     total = 0
-    arrays, specs = matrix_blocks(settings, matrices, (at_gate, at_gate, at_down))
+    arrays, specs = matrix_blocks(settings, matrices, settings.indices)
     for array, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
         *rows, lanes = [size or 1 for size in spec.block_shape]
         total += 2 * math.prod(rows) * LANES * pl.cdiv(lanes, LANES) * array.dtype.itemsize

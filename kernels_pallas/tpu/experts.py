@@ -27,12 +27,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ..dispatch import result_type
 from ..key_layouts import LANES
 from ..mxfp4 import Mxfp4
-from ..reference import gated
+from ..reference import inner_features
 from ..reference_products import Matrix
 from .expert_blocks import (
     ExpertSettings,
-    at_down,
-    at_gate,
     blocks_bytes,
     expert_settings,
     matrix_blocks,
@@ -74,11 +72,11 @@ def gated_experts(  # noqa: PLR0913
 
     x is float32 or bfloat16, in the dtype of the matrices. With quantized matrices it is bfloat16. MXFP4 has
     `values_for_tpu`. A token that is not finite gives NaN, and so does a token whose weights are not. The
-    activation is an elementwise function of float32 arrays that Pallas can lower. interpret: True: emulate a
-    TPU on a CPU, slowly, and raise if accesses to memory race.
+    activation is an elementwise function of float32 arrays that Pallas can lower. gate_XFD may be None.
+    interpret: True: emulate a TPU on a CPU, slowly, and raise if accesses to memory race.
     """
-    matrices = [_matrix(x) for x in (gate_XFD, up_XFD, down_XDF)]
-    biases = biases or (None,) * 3
+    matrices = [_matrix(x) for x in (gate_XFD, up_XFD, down_XDF) if x is not None]
+    biases = biases or (None,) * len(matrices)
     X = len(matrices[0].values)
     call = partial(
         _call, matrices=matrices, biases=biases, activation=activation, limit=limit, interpret=interpret
@@ -124,13 +122,14 @@ def _call(  # noqa: PLR0913
     size = blocks_bytes(settings, matrices) + _OTHER_BYTES + block * D * (4 + x_MD.dtype.itemsize)
     scalars = [expert_T] if count_A is None else [expert_T, count_A]
     tiles = len(expert_T) // (len(x_MD) // block)
-    indices = [partial(index, settings, tiles) for index in (at_gate, at_gate, at_down)]
+    indices = [partial(index, settings, tiles) for index in settings.indices]
     arrays, specs = matrix_blocks(settings, matrices, indices)
     row_arrays = []
     row_specs = []
     for n, (matrix, bias, index) in enumerate(zip(matrices, biases, indices, strict=True)):
-        row_arrays.append((settings.forms[n // 2].output_scale(matrix), bias))
-        of_one = partial(of_rows, width=settings.widths[n // 2], index=index)
+        phase = settings.phase(n)
+        row_arrays.append((settings.forms[phase].output_scale(matrix), bias))
+        of_one = partial(of_rows, width=settings.widths[phase], index=index)
         row_specs.append(jax.tree.map(of_one, row_arrays[-1]))
     of_block = pl.BlockSpec((block, D), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
     columns = [width * parts for width, parts in zip(settings.widths, settings.parts, strict=True)]
@@ -206,8 +205,8 @@ def _take_rows(settings: ExpertSettings, refs: _Refs) -> None:
 
 def _gate_and_up(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None:
     form = settings.forms[0]
-    gate_RF, up_RF = (_product(settings, refs, n, expert) for n in range(2))
-    inner_RF = gated(gate_RF, up_RF, settings.activation, settings.limit)
+    inputs = [_product(settings, refs, n, expert) for n in range(settings.inputs)]
+    inner_RF = inner_features(inputs, settings.activation, settings.limit)
     width = settings.widths[0]
     count = settings.parts[0]
     if width * count > form.outputs:
@@ -223,7 +222,7 @@ def _down(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None
     def _prepare() -> None:
         form.prepare(refs.inner[:, : form.inputs], refs.prepared[1])
 
-    out_RD = _product(settings, refs, 2, expert)
+    out_RD = _product(settings, refs, settings.inputs, expert)
     columns = _columns(part, settings.widths[1], settings.parts[1])
     if refs.counts is None:
         weight_ref, chosen_ref = refs.choices
@@ -242,13 +241,14 @@ def _columns(part: Any, width: int, count: int) -> Any:
 
 
 def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.Array:
-    """Returns x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
-    form = settings.forms[n // 2]
+    """Returns x · matrixᵀ with its bias, float32 [R, O]. n: the place of the matrix among gate, up, down."""
+    phase = settings.phase(n)
+    form = settings.forms[phase]
     read = None
     if form.has_blocks:
-        by_inputs = scales_by_inputs(form, settings.widths[n // 2])
+        by_inputs = scales_by_inputs(form, settings.widths[phase])
         read = partial(_read_block_scale, expert=expert, by_inputs=by_inputs)
-    y_RO = form.multiply(refs.prepared[n // 2], refs.matrices[n], refs.groups[n // 2], read)
+    y_RO = form.multiply(refs.prepared[phase], refs.matrices[n], refs.groups[phase], read)
     scale_ref, bias_ref = refs.rows[n]
     if scale_ref is not None:
         y_RO *= _row(scale_ref, expert)

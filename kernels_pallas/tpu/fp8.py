@@ -64,7 +64,7 @@ def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) 
                     y_RO += products
                     continue
                 for i in range(pl.cdiv(width, FP8_BLOCK)):
-                    scale_1O = scales[pl.ds(lax.div(first + start, FP8_BLOCK) + i, 1), piece]
+                    scale_1O = scales[pl.ds(lax.div(first + start, FP8_BLOCK) + i, 1), :][:, piece]
                     y_RO += products[i * rows : (i + 1) * rows] * scale_1O
             return y_RO
 

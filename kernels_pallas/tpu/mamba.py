@@ -173,8 +173,8 @@ def _prepare_weights(refs: _Refs) -> None:
             to_ref[w] = inputs[0] if is_row else inputs[0].T
     (N, Y) = refs.skip_NY.shape
     refs.skip_NY[...] = jnp.broadcast_to(refs.weights.skip_N[...].astype(jnp.float32), (Y, N)).T
-    row, lane = (lax.broadcasted_iota(jnp.int32, refs.ones.shape, axis) for axis in (0, 1))
-    is_of_head = row % SUBLANES == lane // LANES
+    part, lane = (lax.broadcasted_iota(jnp.int32, refs.ones.shape, axis) for axis in (0, 1))
+    is_of_head = part % SUBLANES == lane // LANES
     refs.ones[...] = jnp.where(is_of_head, 1.0, 0.0).astype(jnp.bfloat16)
 
 

@@ -1,9 +1,9 @@
 """Prompts in Mamba-2 on TPUs, in blocks of 64 tokens (SSD, Dao and Gu 2024). The kernel does everything
 between the products, except the gate and the norm.
 
-The grid walks the tokens of a row in order, for some heads. Their states stay in on-chip memory meanwhile. A
-block is a few products: of c with b and with the states, which are one product for all heads of a group, then
-of the weights with x for each head, and of x with b.
+The grid walks the tokens of a row in order, for some heads. Their states stay in on-chip memory meanwhile.
+Products of c with b, of c with the states, and of x with b are one product each for all heads of a group. The
+product of weights with x is one for each head, or for two heads of width 64, which are side by side in lanes.
 """
 
 from functools import partial
@@ -168,7 +168,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any) -> None:
     size = pairs // groups  # pairs of heads of a group here
     parts = [[split(z[:, g * S : (g + 1) * S]) for g in range(groups)] for z in (b, c)]
     with_b = [
-        dot_parts(c_CS, tuple(jnp.concatenate([part] * p, 0) for part in b_CS), 1)
+        dot_parts(c_CS, [jnp.concatenate([part] * p, 0) for part in b_CS], 1)
         for b_CS, c_CS in zip(*parts, strict=True)
     ]
     states = [
@@ -181,7 +181,7 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any) -> None:
     for g in range(groups):
         of_group = range(g * size, (g + 1) * size)
         added = split(jnp.concatenate([_spread(to_end, j, p, Y) * written[j] for j in of_group], 1))
-        more = dot_parts(tuple(part.T for part in added), parts[0][g], 0)
+        more = dot_parts([part.T for part in added], parts[0][g], 0)
         for j, m in enumerate(range(g * size * p, (g + 1) * size * p)):
             decay_11 = from_begin[-1:, m : m + 1]
             refs.after[0, m] = refs.after[0, m] * decay_11 + more[j * Y : (j + 1) * Y]
@@ -219,7 +219,7 @@ def _inside(
 
 
 def _spread(columns: jax.Array, j: int, p: int, width: int) -> jax.Array:
-    """Returns the j-th p columns, each in so many lanes: [C, p · width]."""
+    """Returns the j-th p columns, each in `width` lanes: [C, p · width]."""
     spread = jnp.broadcast_to(columns[:, j * p : j * p + 1], (len(columns), p * width))
     lane = lax.broadcasted_iota(jnp.int32, spread.shape, 1)
     for k in range(1, p):

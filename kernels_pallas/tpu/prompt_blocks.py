@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..delta_blocks import BLOCK, PAIRS, Parts
+from ..delta_blocks import BLOCK, PAIRS
 from .parts import dot
 
 TOKENS = 256  # of a grid step
@@ -79,7 +79,7 @@ def convolve(refs: Any, j: int, at: Any, is_real_C1: jax.Array, bias: Any = 0.0)
     return jax.nn.silu(y + bias)
 
 
-def dot_parts(a: Parts, b: Parts, axis: int) -> jax.Array:
+def dot_parts(a: Sequence[jax.Array], b: Sequence[jax.Array], axis: int) -> jax.Array:
     """Runs `parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a
     matrix unit: of 64 or 128 numbers it would use a part of it six times.
     """

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
 from ..mxfp4 import Mxfp4, even_inputs_first, place_in_group
-from ..reference import gated
+from ..reference import inner_features
 from ..reference_products import Matrix
 from .fp8 import block_scale, flat_numbers, has_blocks
 from .groups import expert_products
@@ -48,7 +48,8 @@ def gated_experts(  # noqa: PLR0913
     Args:
         x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized matrices. D and F are
             multiples of 16.
-        gate_XFD, up_XFD, down_XDF: see the reference. Groups have a multiple of 16 bytes.
+        gate_XFD, up_XFD, down_XDF: see the reference. Groups have a multiple of 16 bytes. gate_XFD may be
+            None.
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: the number of experts that a token chooses from. It is X, or more if other devices have
             the others. It affects the sizes of tiles.
@@ -56,14 +57,14 @@ def gated_experts(  # noqa: PLR0913
     """
     M, U = expert_MU.shape
     D = x_MD.shape[1]
-    X, F = _experts_and_outputs(gate_XFD)
+    X, F = _experts_and_outputs(up_XFD)
     C = M * U
-    sizes = _sizes(C / (num_experts or X), x_MD.dtype, _is_grouped(gate_XFD))
+    sizes = _sizes(C / (num_experts or X), x_MD.dtype, _is_grouped(up_XFD))
     key_C, start_X1 = _sort(expert_MU.reshape(C), X)
     present = min(X, C)  # experts, at most
     tiles = (C + present * (sizes.rows - 1)) // sizes.rows
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    if isinstance(gate_XFD, Mxfp4):
+    if isinstance(up_XFD, Mxfp4):
         x_MD = even_inputs_first(x_MD)
 
     def launch(kernel: Callable, args: tuple[Any, ...], width: int, most: int, name: str) -> jax.Array:
@@ -83,7 +84,8 @@ def gated_experts(  # noqa: PLR0913
         )(*args)
 
     gate_up = partial(_gate_up_kernel, U=U, activation=activation, limit=limit)
-    args = (start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
+    matrices = (up_XFD,) if gate_XFD is None else (gate_XFD, up_XFD)
+    args = (start_X1, key_C, x_MD, matrices, biases[:2])
     inner_CF = launch(gate_up, args, F, sizes.gate_outputs, "experts_gate_up")
     args = (start_X1, key_C, inner_CF, down_XDF)
     out_CD = launch(_down_kernel, args, D, sizes.down_outputs, "experts_down")
@@ -156,7 +158,7 @@ def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _gate_up_kernel(
     *refs, sizes: _Sizes, U: int, outputs: int, activation: Callable, limit: float | None, interpret: bool
 ):
-    start_ref, key_ref, x_ref, gate_ref, up_ref, *bias_refs, inner_ref = refs
+    start_ref, key_ref, x_ref, matrix_refs, bias_refs, inner_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
 
@@ -166,14 +168,13 @@ def _gate_up_kernel(
         key_R = pltriton.load(key_ref.at[jnp.minimum(row_R, stop - 1)])
         token_R = lax.div(lax.rem(key_R, key_ref.shape[0]), U)
         at = expert, pl.ds(column, outputs)
-        gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width, interpret)
+        inputs = _products(x_ref, token_R, matrix_refs, at, sizes.width, interpret)
         if bias_refs:
-            of_gate_F, of_up_F = (pltriton.load(ref.at[at]).astype(jnp.float32) for ref in bias_refs)
-            gate_RF += of_gate_F[None]
-            up_RF += of_up_F[None]
-        inner_RF = gated(gate_RF, up_RF, activation, limit).astype(inner_ref.dtype)
+            of_inputs = [pltriton.load(ref.at[at]).astype(jnp.float32) for ref in bias_refs]
+            inputs = [x_RF + bias_F[None] for x_RF, bias_F in zip(inputs, of_inputs, strict=True)]
+        inner_RF = inner_features(inputs, activation, limit).astype(inner_ref.dtype)
         column_F = column + jnp.arange(outputs)
-        at = outer(row_R, place_in_group(column_F) if isinstance(gate_ref, Mxfp4) else column_F)
+        at = outer(row_R, place_in_group(column_F) if isinstance(matrix_refs[0], Mxfp4) else column_F)
         pltriton.store(inner_ref.at[at], inner_RF, mask=(row_R < stop)[:, None])
 
 

@@ -68,17 +68,17 @@ def mamba_step(
     G = old.b.shape[1]
     call = partial(call_kernel, interpret=interpret, in_place=2)
     kind = jax.ShapeDtypeStruct(new.b.shape, jnp.float32)
-    operands = start_B, num_tokens_B, new[1:3], weights[1:3], weights[4:6], old[1:3]
-    (b, c), (after_b, after_c) = call(
-        partial(_convolve_group, interpret), (G, B), operands, ((kind, kind), old[1:3]), "mamba_groups", 4
-    )
+    of_groups = start_B, num_tokens_B, new[1:3], weights[1:3], weights[4:6], old[1:3]
+    outs = (kind, kind), old[1:3]
+    kernel = partial(_convolve_group, interpret)
+    (b, c), (after_b, after_c) = call(kernel, (G, B), of_groups, outs, "mamba_groups", 4)
     columns = min(Y, max(_TILE // S, _LINE))
     kind = jax.ShapeDtypeStruct(new.x.shape, jnp.float32)
     moved = old.x, old.state
     weights = weights._replace(b=None, c=None, bias_b=None, bias_c=None)
-    operands = start_B, num_tokens_B, new.x, new.dt, b, c, weights, moved
+    of_heads = start_B, num_tokens_B, new.x, new.dt, b, c, weights, moved
     kernel = partial(_step, columns, interpret)
-    out, (after_x, state) = call(kernel, (Y // columns, N, B), operands, (kind, moved), "mamba_step", 4)
+    out, (after_x, state) = call(kernel, (Y // columns, N, B), of_heads, (kind, moved), "mamba_step", 4)
     return out, MambaState(after_x, after_b, after_c, state)
 
 
@@ -90,11 +90,10 @@ def _convolve_group(interpret: bool, *operands: Any) -> None:
 
     @pl.when(refs.count[row] > 0)
     def _convolve() -> None:
-        for out, *convolution, bias in zip(
-            refs.out, refs.old, refs.new, refs.taps, refs.after, refs.biases, strict=True
-        ):
-            S = convolution[0].shape[3]
-            y_S = Convolution(*convolution, bias).step((row, group), 0, S, begins, interpret)
+        for i, out in enumerate(refs.out):
+            S = refs.old[i].shape[3]
+            convolution = Convolution(refs.old[i], refs.new[i], refs.taps[i], refs.after[i], refs.biases[i])
+            y_S = convolution.step((row, group), 0, S, begins, interpret)
             out[row, pl.ds(group * S, S)] = y_S
 
 
@@ -103,7 +102,8 @@ def _step(width: int, interpret: bool, *operands: Any) -> None:
     refs = _Head(*operands)
     part, n, row = map(pl.program_id, range(3))
     begins = refs.start[row] == 0
-    (old_x, old_state), (after_x, after_state) = refs.old, refs.after
+    (old_x, old_state) = refs.old
+    (after_x, after_state) = refs.after
     N, Y, S = old_state.shape[1:]
     first = part * width
     of_out = row, pl.ds(n * Y + first, width)

@@ -59,16 +59,16 @@ class Convolution(NamedTuple):
         row, head = place
         W, width = self.before.shape[2:]
         columns = pl.ds(head * width + first, size)
-        places = [(row, head, w, pl.ds(first, size)) for w in range(W)]
-        inputs = [jnp.where(begins, 0, self.before[place]) for place in places]
+        slots = [(row, head, w, pl.ds(first, size)) for w in range(W)]
+        inputs = [jnp.where(begins, 0, self.before[slot]) for slot in slots]
         inputs.append(self.new[row, columns].astype(jnp.float32))
         taps = (self.taps[columns, w].astype(jnp.float32) for w in range(W + 1))
         total: Any = sum(x * tap for x, tap in zip(inputs, taps, strict=True))
         if self.bias is not None:
             total += self.bias[columns].astype(jnp.float32)
         wait(interpret)  # until all warps have loaded the inputs
-        for place, x in zip(places, inputs[1:], strict=True):
-            self.after[place] = x
+        for slot, x in zip(slots, inputs[1:], strict=True):
+            self.after[slot] = x
         return jax.nn.silu(total)
 
 

@@ -74,6 +74,7 @@ _MAMBAS = [
     (1, 2048, 1, 48, 64, 128, "bfloat16"),
     (1, 2048, 2, 32, 128, 256, "bfloat16"),
     (4, 512, 2, 6, 64, 64, "float32"),
+    (2, 512, 1, 4, 256, 256, "float16"),
 ]
 
 
@@ -120,8 +121,7 @@ def kernel_calls(impl: str) -> Iterator[KernelCall]:
         yield from _append_calls(impl, is_tpu, is_tiny)
         yield from _product_calls(impl, is_tpu, is_tiny)
         yield from _delta_calls(impl, is_tpu, is_tiny)
-    if impl in ("triton", "interpret"):
-        yield from _mamba_calls(impl, is_tiny)
+        yield from _mamba_calls(impl, is_tpu, is_tiny)
     if impl in ("triton", "interpret"):
         yield from _expert_calls(impl, is_tiny)
 
@@ -340,6 +340,10 @@ def _expert_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
         arguments = partial(_expert_arguments, kind, tokens, *qwen)
         options = dict(activation=jax.nn.silu)
         yield KernelCall(impl, "gated_experts", f"{tokens} tokens {kind}", arguments, options)
+    for kind, tokens in itertools.product(("bfloat16", "int8", "fp8"), () if is_tiny else (8, 64, 1024)):
+        arguments = partial(_expert_arguments, kind, tokens, 128, 6, 1856, 2688, is_gated=False)
+        options = dict(activation=lambda x: jnp.square(jax.nn.relu(x)))
+        yield KernelCall(impl, "gated_experts", f"{tokens} tokens {kind} without gates", arguments, options)
     for kind, tokens in itertools.product(("bfloat16", "mxfp4"), () if is_tiny else (8, 200, 1024)):
         arguments = partial(_expert_arguments, kind, tokens, 32, 4, 2880, 2880, has_biases=True)
         options = dict(activation=jax.nn.silu, limit=7.0)
@@ -347,12 +351,13 @@ def _expert_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
 
 
 def _expert_arguments(
-    kind: str, tokens: int, X: int, U: int, F: int, D: int, has_biases: bool = False
+    kind: str, tokens: int, X: int, U: int, F: int, D: int, has_biases: bool = False, is_gated: bool = True
 ) -> Arguments:
     weight_MU = jax.nn.softmax(random(1, (tokens, U), jnp.float32), -1)
     expert_MU = jnp.argsort(random(2, (tokens, X), jnp.float32), -1)[:, :U].astype(jnp.int32)
     shapes = (F, D), (F, D), (D, F)
     stacks = [_expert_stack(kind, seed, X, *shape) for seed, shape in enumerate(shapes, 3)]
+    stacks[0] = stacks[0] if is_gated else None
     widths = (F, F, D) if has_biases else ()
     biases = [random(seed, (X, width), jnp.bfloat16) for seed, width in enumerate(widths, 6)]
     return (random(0, (tokens, D), jnp.bfloat16), weight_MU, expert_MU, *stacks, *biases), {}
@@ -422,8 +427,11 @@ def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: s
 # --- Mamba-2 ------------------------------------------------------------------------------------------------
 
 
-def _mamba_calls(impl: str, is_tiny: bool) -> Iterator[KernelCall]:
-    for rows, T, G, N, Y, S, dtype in [(3, 1, 1, 2, 64, 64, "bfloat16")] if is_tiny else _MAMBAS:
+def _mamba_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall]:
+    tiny = (3, 1, 1, 8, 64, 128, "bfloat16") if is_tpu else (3, 1, 1, 2, 64, 64, "bfloat16")
+    for rows, T, G, N, Y, S, dtype in [tiny] if is_tiny else _MAMBAS:
+        if is_tpu and (dtype == "float16" or S < LANES or N % 8):
+            continue
         kernel = "mamba_step" if T == 1 else "mamba_prefill"
         label = f"{rows} rows, {T} tokens, {N} heads of {Y}, states of {S} {dtype}"
         yield KernelCall(impl, kernel, label, partial(_mamba_arguments, rows, T, G, N, Y, S, dtype), {})

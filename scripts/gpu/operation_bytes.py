@@ -50,6 +50,8 @@ def _result_arrays(operation: Instruction) -> Sequence[Array]:
     """Returns the results. If an operation ends later, they are without its operands and its context."""
     if operation.opcode == "copy-start":
         return operation.arrays[:1]
+    if operation.opcode == "fusion-start":
+        return operation.arrays[len(operation.operands) : -1]
     if operation.opcode.endswith("-start") and operation.opcode.startswith(_TAKING):
         return operation.arrays[-2:-1]
     if operation.target.startswith("__cublas") and len(operation.arrays) > 1:
@@ -76,7 +78,7 @@ def _fusion_bytes(module: Module, fusion: Instruction, operands: list[Instructio
     body = module.computations[fusion.called("calls")]
     updates = set()  # names of changes in place
     written = 0.0
-    for result, array in zip(_results(body), fusion.arrays, strict=False):
+    for result, array in zip(_results(body), _result_arrays(fusion), strict=False):
         update = _update_in_place(body, result)
         if update is None:
             written += _stored_bytes(array)

@@ -57,6 +57,7 @@ PUBLISHED = {
     "mamba2": "Mamba-2 130M to 2.7B, Codestral-Mamba-7B (with the tensor names of transformers)",
     "lfm2": "LFM2-350M, -700M, -1.2B, -2.6B; LFM2.5-1.2B",
     "lfm2_moe": "LFM2-8B-A1B",
+    "lfm3": "LFM3-1.7B",
     "llama": "Llama-2, Llama-3, 3.1, 3.2 (text) and 3.3; SmolLM2",
     "minicpm3": "MiniCPM3-4B",
     "minimax_m2": "MiniMax-M2, -M2.1",

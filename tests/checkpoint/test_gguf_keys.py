@@ -175,6 +175,8 @@ _KV = "attention.head_count_kv"
 STATES = {  # of each case the architecture, the metadata without its name, and the error
     "bamba": ("granitehybrid", {"rope.scaling.finetuned": True}, "finetuned must be false: files of Bamba"),
     "bamba-too": ("granitehybrid", {"rope.scaling.finetuned": None}, "finetuned must be false: files of B"),
+    "no-rope": ("granite", {"rope.scaling.finetuned": False}, "finetuned must be true: the family has RoPE"),
+    "no-keys": ("granitemoe", {_KV: [2, 0]}, r"head_count_kv \[2, 0\] is not supported: all layers have att"),
     "few-layers": ("granitehybrid", {_KV: [0]}, r"attention.head_count_kv is \[0\], for 2 layers"),
     "two-numbers": ("lfm2", {_KV: [2, 4]}, r"head_count_kv \[2, 4\] is not supported: only one number and 0"),
     "negative": ("lfm2", {_KV: [0, -2]}, r"attention.head_count_kv is \[0, -2\], for 2 layers"),

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import xinfer_jax as xj
 from xinfer_jax.config.rope import RopeConfig
+from xinfer_jax.families.naming import published_name
 from xinfer_jax.families.writing import to_hf
 from xinfer_jax.plugins import load
 
@@ -28,6 +29,7 @@ OTHERS = (
 APART = (
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "glm4_moe", "dots1",
     "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    "lfm2_moe", "nemotron_h",
 )  # fmt: skip
 
 
@@ -43,6 +45,7 @@ def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.Mode
                 tensors |= {key.format(expert): x for expert, x in enumerate(stack)}
             elif ".block_sparse_moe." in key:  # another name in transformers 5
                 tensors[key] = tensors.pop(key.replace("block_sparse_moe", "mlp"))
+    tensors = {published_name(config, key): x for key, x in tensors.items()}
     return config, tensors, cases.params_from(config, leaves)
 
 

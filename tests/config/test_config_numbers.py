@@ -24,11 +24,16 @@ INTEGERS = (
     "sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern",
     "block_ff_dim", "block_multiple_of", "conv_L_cache", "moe_num_experts", "moe_k", "moe_topk",
-    "moe_layer_interval", "rotary_dim",
+    "moe_layer_interval", "rotary_dim", "num_local_experts", "shared_intermediate_size", "mamba_d_ssm",
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand",
 )  # fmt: skip
 # Accepted values: true and false mean 1 and 0; an index beyond the layers has no effect.
 ACCEPTED = dict(
     num_experts=lambda value: type(value) is int and value == 0,  # of Qwen3-Next: all layers are dense
+    num_local_experts=lambda value: type(value) is int and value == 0,  # of Granite 4: an MLP alone
+    num_dense_layers=lambda value: type(value) is int and value == 0,  # of LFM2 MoE
+    shared_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
+    attn_layer_indices=lambda value: type(value) is int and value == 0,  # a layer
     shared_expert_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
     n_shared_experts=lambda value: type(value) is int and value == 0,
     moe_num_shared_experts=lambda value: type(value) is int and value == 0,

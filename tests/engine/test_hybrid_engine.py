@@ -6,6 +6,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
+from xinfer_jax.engine import page_tiers
 from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.host_pages import HostPages
 from xinfer_jax.engine.pages import PagePool
@@ -94,11 +95,101 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
 def test_draft_tokens_next_to_others(model, prompts):
     """Greedy tokens with prompt look-up are those without, and the prefix cache has the same hits."""
     found = []
-    for options in ({}, dict(draft="lookup", draft_tokens=3)):
+    drafts = dict(draft="lookup", draft_tokens=3)
+    for options in ({}, drafts, drafts | dict(host_pages=20)):
         with xj.Engine(model, rows=2, capacity=256, chunk=64, **options) as engine:
             requests = [engine.submit(prompt, OPTIONS) for prompt in prompts * 2]
             found.append([(row[0], row[2]) for row in answers(requests)])
-    assert found[0] == found[1] and any(reused for _, reused in found[0])
+    assert found[0] == found[1] == found[2] and any(reused for _, reused in found[0])
+
+
+FEW_PAGES = dict(rows=2, capacity=256, chunk=64, pages=9)
+SHORT = xj.GenerateOptions(max_tokens=3, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def many_prompts() -> list[list[int]]:
+    """Three times as many pages, and twice as many snapshots, as the device has."""
+    return [np.random.RandomState(seed).randint(0, cases.VOCAB, 190).tolist() for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def computed(model, many_prompts) -> list[tuple]:
+    """Their answers without host memory."""
+    with xj.Engine(model, **FEW_PAGES) as engine:
+        return answers([engine.submit(prompt, SHORT) for prompt in many_prompts])
+
+
+def with_hits(computed: list[tuple], tokens: int) -> list[tuple]:
+    return [(*row[:2], tokens) for row in computed]
+
+
+def test_snapshots_come_back_from_host_memory(model, many_prompts, computed):
+    engine = xj.Engine(model, **FEW_PAGES, host_pages=60)
+    assert engine.shape.host_snapshots == 60 // 4
+    assert answers([engine.submit(prompt, SHORT) for prompt in many_prompts]) == computed
+    again = answers([engine.submit(prompt, SHORT) for prompt in many_prompts])
+    assert again == with_hits(computed, 128)
+    stats = engine.stats
+    assert stats.hits == stats.host_hits == 8 * 128 and stats.pages_used == 0
+    params = jax.tree.map(lambda x: x * 0.9, model.params)
+    engine.update(params)  # nothing of the old weights is found
+    (changed,) = answers([engine.submit(many_prompts[0], SHORT)])
+    assert changed[:2] != computed[0][:2] and engine.stats.hits == stats.hits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("event", ["update", "preempt", "release"])
+def test_a_row_that_has_loaded_a_part_of_its_pages(model, many_prompts, event, monkeypatch):
+    """New weights, a preemption or a pause come after the first of two pages."""
+    monkeypatch.setattr("xinfer_jax.engine.scheduler.COPIED_PAGES", 1)
+    one_row = FEW_PAGES | dict(rows=1)
+    engine = xj.Engine(model, **one_row, host_pages=60)
+    computed = answers([engine.submit(prompt, SHORT) for prompt in many_prompts])
+    request = engine.submit(many_prompts[0], SHORT)
+    row = request.answers[0].row
+    while not row.num_computed:
+        engine.step()
+    assert row.num_computed == 64 and len(row.host_pages) == 1
+    if event == "update":
+        params = jax.tree.map(lambda x: x * 0.9, model.params)
+        engine.update(params)
+        assert not row.host_pages and not row.num_computed  # its states are ahead of its pages
+        with xj.Engine(xj.Model(params, model.config), **one_row) as other:
+            computed = answers([other.submit(many_prompts[0], SHORT)])
+    elif event == "preempt":
+        urgent = engine.submit(many_prompts[1], SHORT, priority=20)
+        assert answers([urgent])[0][:2] == computed[1][:2] and engine.stats.preemptions == 1
+    else:
+        engine.pause()
+        engine.release_cache()
+        engine.restore_cache()
+        engine.resume()
+    assert answers([request])[0][:2] == computed[0][:2]
+    assert row.hits == (0 if event == "update" else 128)
+    assert engine.stats.pages_used == 0
+
+
+@pytest.mark.full
+def test_snapshots_in_files(model, many_prompts, computed, tmp_path, monkeypatch):
+    """A later engine finds pages and snapshots. A damaged file is a miss."""
+    monkeypatch.setattr(page_tiers, "_CLOSE_SECONDS", 120)
+    monkeypatch.setattr(page_tiers, "_FIRST_WAIT_SECONDS", 120)
+    monkeypatch.setattr(page_tiers.PageTiers, "note_prefill", lambda *_: None)  # so that rows wait for files
+    options = FEW_PAGES | dict(host_pages=60, page_directory=tmp_path / "pages")
+    with xj.Engine(model, **options) as engine:
+        assert answers([engine.submit(prompt, SHORT) for prompt in many_prompts]) == computed
+    files = [path for path in (tmp_path / "pages").iterdir() if path.suffix == ".page"]
+    assert len(files) == 8 * 2 * 2  # the pages and snapshots of two chunks
+    with xj.Engine(model, **options) as engine:
+        again = [row for prompt in many_prompts for row in answers([engine.submit(prompt, SHORT)])]
+        assert again == with_hits(computed, 128) and engine.stats.file_hits == 8 * 128
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    with xj.Engine(model, **options) as engine:
+        assert answers([engine.submit(prompt, SHORT) for prompt in many_prompts]) == computed
 
 
 def test_snapshots_with_draft_slots_fit_host_memory(model):

@@ -73,11 +73,14 @@ def case(draws, kind, tokens, choices, X, of_all, F, D, has_biases):  # noqa: PL
     return args, options | dict(num_experts=of_all)
 
 
-def check(draws, monkeypatch, kind, *sizes, part_bytes):
+def check(draws, monkeypatch, kind, *sizes, part_bytes, is_gated=True):
     if part_bytes:
         monkeypatch.setattr(expert_blocks, "_EXPERT_BYTES", part_bytes)
         monkeypatch.setattr(expert_blocks, "_PART_BYTES", part_bytes)
     args, options = case(draws, kind, *sizes)
+    if not is_gated:
+        args = *args[:3], None, *args[4:]
+        options |= dict(activation=lambda x: jnp.square(jax.nn.relu(x)))
     tokens = len(args[0])
     bad = draws.integers(tokens) if tokens > 1 else None
     if bad is not None:  # a NaN stays in its row
@@ -99,6 +102,13 @@ def test_equals_its_reference(name, monkeypatch):
     check(np.random.default_rng(0), monkeypatch, *sizes, part_bytes=part_bytes)
 
 
+@pytest.mark.parametrize("name", full_except([], ["float", "int8-many-in-parts", "fp8-many-in-ragged-parts"]))
+def test_experts_without_a_gate(name, monkeypatch):
+    *sizes, part_bytes = CASES[name]
+    sizes[-1] = False  # no biases
+    check(np.random.default_rng(0), monkeypatch, *sizes, part_bytes=part_bytes, is_gated=False)
+
+
 @pytest.mark.soak
 def test_equals_its_reference_at_random_shapes(monkeypatch):
     for seed in range(100):
@@ -117,7 +127,8 @@ def check_random(draws, monkeypatch):
     tokens = int(draws.choice([1, 2, 7, 8, 33, 64, 65, 150]))
     part_bytes = int(draws.choice([0, 2**15, 2**17]))
     sizes = tokens, choices, X, of_all, F, D, bool(draws.integers(2))
-    check(draws, monkeypatch, kind, *sizes, part_bytes=part_bytes)
+    is_gated = sizes[-1] or bool(draws.integers(2))
+    check(draws, monkeypatch, kind, *sizes, part_bytes=part_bytes, is_gated=is_gated)
 
 
 def test_mxfp4_for_tpus_has_its_numbers():

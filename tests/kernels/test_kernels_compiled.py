@@ -17,6 +17,8 @@ KERNELS = {
         "mosaic decode_attention 64 bfloat16 pages",
         "mosaic decode_attention 128 bfloat16 ring",
         "mosaic lm_head_argmax 32 rows",
+        "triton mamba_step 64 rows",
+        "triton mamba_prefill 4 rows",
     ],
     "rtx4090": [
         "triton prefill_attention 256 float32 window",
@@ -29,10 +31,13 @@ KERNELS = {
         "triton gated_experts 200",
         "triton gated_experts 512 tokens int",
         "triton gated_experts 64 tokens fp8",
+        "triton gated_experts 64 tokens bfloat16 without gates",
         "triton product fp8 8 ",
         "triton int8_head_argmax 32",
         "triton summarize_logits bias",
         "triton rope_append 128 bfloat16 64 rows int4",
+        "triton mamba_step 1 rows",
+        "triton mamba_prefill 2 rows",
     ],
 }
 

@@ -80,6 +80,19 @@ def test_kernels_equal_their_reference(name):
     np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
 
 
+@pytest.mark.parametrize("name", full_except(["three-tokens-bf16"], ["three-tokens-bf16", "ragged"]))
+def test_experts_without_a_gate(name):
+    args = list(case(*CHOICES[name]))
+    args[3] = None
+    options = dict(activation=lambda x: jnp.square(jax.nn.relu(x)))
+    got, want = (
+        np.asarray(jax.jit(partial(run, **options))(*args))
+        for run in (partial(triton.gated_experts, interpret=True), reference.gated_experts)
+    )
+    limit = 1e-5 if args[0].dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(got, want, atol=limit * np.abs(want).max())
+
+
 @pytest.mark.full
 def test_biases_and_a_limit():
     args = case(jnp.float32, distinct(9, 2, 2 * X) - X)

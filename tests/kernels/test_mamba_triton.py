@@ -1,5 +1,6 @@
 """Mamba-2 by kernels of Triton, interpreted, against their reference: decode steps and prompts."""
 
+import jax
 import mamba_cases
 import numpy as np
 import pytest
@@ -34,6 +35,17 @@ def test_another_row_changes_no_bit_of_a_step():
     mamba_cases.assert_rows_are_alone("mamba_step", IMPL, arrays(*STEPS["ragged"]))
 
 
+@pytest.mark.soak
+def test_a_step_of_any_shape():
+    draws = np.random.RandomState(5)
+    for seed in range(60):
+        (G, group), B = draws.randint(1, 5, 2), draws.randint(1, 6)
+        Y, S = draws.choice([64, 128, 256], 2)
+        case = G, G * group, Y, S, draws.randint(1, 5), (F32, BF16)[seed % 2]
+        assert_step_equals_reference(arrays(*case, draws.randint(0, 3, B), draws.randint(0, 2, B), seed=seed))
+        jax.clear_caches()  # a process cannot hold so many programs
+
+
 # As above, then valid tokens of each row, and tokens.
 PROMPTS = {
     "ragged": (1, 2, 64, 64, 3, F32, (5, 0, 7, 0), (70, 3, 0, 65), 70),
@@ -42,9 +54,52 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["ragged"], PROMPTS))
-def test_prompts(name):
+def assert_prompts_equal_reference(args):
     """The order of sums is another one than that of the reference. Past the length are zeros."""
-    args = arrays(*PROMPTS[name])
     out = mamba_cases.assert_equals_reference("mamba_prefill", IMPL, args, by_largest=True)
     assert not out[np.arange(out.shape[1]) >= args[-1][:, None]].any()
+
+
+@pytest.mark.parametrize("name", full_except(["ragged"], PROMPTS))
+def test_prompts(name):
+    assert_prompts_equal_reference(arrays(*PROMPTS[name]))
+
+
+@pytest.mark.full
+def test_chunks_of_whole_blocks_give_the_bits_of_the_whole():
+    """The second one goes on from the state after the first. XLA, which runs interpreted kernels, adds
+    otherwise in products with an array of one block.
+    """
+    new, weights, old, _, _ = arrays(1, 2, 64, 64, 3, F32, (0,), (256,), 256)
+    call = mamba_cases.program("mamba_prefill", IMPL)
+    start, whole, first = (np.array([x], np.int32) for x in (0, 256, 128))
+    want, wanted = call(new, weights, old, start, whole)
+    out, state = call(jax.tree.map(lambda x: x[:, :128], new), weights, old, start, first)
+    more, state = call(jax.tree.map(lambda x: x[:, 128:], new), weights, state, first, whole - first)
+    np.testing.assert_array_equal(np.concatenate([out, more], 1), want)
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+
+
+@pytest.mark.full
+def test_weak_decays_between_strong_ones():
+    """A decay between two tokens is no difference of large rounded sums."""
+    new, weights, *others = arrays(1, 2, 64, 64, 3, F32, (0,), (64,), 64)
+    weights = weights._replace(log_rate_N=weights.log_rate_N + 1)
+    assert_prompts_equal_reference((new._replace(dt=8 * new.dt), weights, *others))
+
+
+@pytest.mark.full
+def test_another_row_changes_no_bit_of_prompts():
+    mamba_cases.assert_rows_are_alone("mamba_prefill", IMPL, arrays(*PROMPTS["ragged"]))
+
+
+@pytest.mark.soak
+def test_prompts_of_any_shape():
+    draws = np.random.RandomState(5)
+    for seed in range(60):
+        G, group, B, T = (draws.randint(1, most) for most in (3, 7, 4, 300))
+        Y, S = draws.choice([64, 128, 256], 2)
+        case = G, G * group, Y, S, draws.randint(1, 5), (F32, BF16)[seed % 2]
+        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, T + 1, B), T, seed)
+        assert_prompts_equal_reference(args)
+        jax.clear_caches()

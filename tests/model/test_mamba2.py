@@ -59,7 +59,7 @@ def test_cached_equals_uncached_however_it_is_split(model):
         cache.truncate([4, 23, 77])
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_chunks_next_to_attention(hybrid):
     family_checks.check_chunks(hybrid, (1, 2, 39, 76, 77))
     family_checks.check_packed_texts(hybrid)

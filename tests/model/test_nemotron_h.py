@@ -1,5 +1,5 @@
-"""Nemotron-H, whose layers are one mixer or one feed-forward, LFM2 MoE and Granite MoE: files, settings that
-are rejected, and long prompts against transformers.
+"""Nemotron-H, whose layers are one mixer or one feed-forward, LFM2 MoE, LFM3 and Granite MoE: files, settings
+that are rejected, and long prompts against transformers.
 """
 
 import json
@@ -25,7 +25,12 @@ from xinfer_jax.weights.param_specs import param_specs
 pytestmark = pytest.mark.oldest
 
 NEMOTRON = cases.CASES["nemotron-h-published"]
-OTHERS = ("lfm2-moe-published-tied", "granitemoe-published-tied", "granitemoeshared-tied")
+OTHERS = (
+    "lfm2-moe-published-tied",
+    "lfm3-published-tied",
+    "granitemoe-published-tied",
+    "granitemoeshared-tied",
+)
 LENGTHS = (1, 3, 63, 64, 65, 200)  # around a block of Mamba-2, and several
 
 
@@ -54,7 +59,7 @@ def test_a_layer_has_one_part_and_one_norm(model):
     assert norms == [{"attn_norm" if layer.mixers else "mlp_norm"} for layer in config.layers]
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_chunks_tokens_and_draft_tokens(model):
     family_checks.check_chunks(model, (4, 20, 77))
     family_checks.check_tokens(model)
@@ -123,6 +128,7 @@ OWN_NAMES = {
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
         "router.layer": "router",
     },
+    "lfm3-published-tied": {"gate_proj": "g_proj"},
 }
 
 
@@ -246,6 +252,19 @@ BAD = {
         (dict(layer_types=["conv", "mamba", "conv", "conv"]), "layer type 'mamba' is not supported"),
         (dict(conv_L_cache=1), "conv_L_cache must be at least 2, got 1"),
     ],
+    "lfm3-published-tied": [
+        (
+            dict(layer_types=["conv", "mamba", "conv", "conv", "conv"]),
+            "'mamba' is not supported: only conv, ",
+        ),
+        (dict(layer_types=["conv"]), "layer_types must list one type for each of the 5 layers"),
+        (dict(sliding_window=None), "sliding_window must be a number above 0, got None"),
+        (dict(use_attention_gate=1), "use_attention_gate must be true or false, got 1"),
+        (dict(use_sandwich_norm=None), "use_sandwich_norm must be true or false, got None"),
+        (dict(norm_eps=0), "norm_eps must be a number above 0, got 0"),
+        (dict(hidden_act="relu2"), "hidden_act 'relu2' is not supported: LFM3's is 'silu'"),
+        (dict(rope_parameters=dict(rope_theta=1e4)), "rope_parameters of model_type 'lfm3' must name"),
+    ],
     "granitemoeshared-tied": [
         (dict(shared_intermediate_size=-1), "shared_intermediate_size must be an integer from 0"),
         (dict(num_local_experts=0), "num_local_experts must be a number above 0, got 0"),
@@ -271,3 +290,12 @@ def test_defaults_are_those_of_transformers():
     config = from_hf(dict(model_type="lfm2_moe", num_dense_layers=1, **sizes))
     assert config.experts.router == GroupedTopkSpec(norm_epsilon=1e-6)
     assert (config.num_experts, config.num_experts_per_tok) == (32, 4)
+
+
+def test_settings_without_effect():
+    """transformers reads them for other families alone: attention of Nemotron-H never has biases, and MLPs of
+    LFM2 MoE are as wide as `intermediate_size`.
+    """
+    assert from_hf(NEMOTRON.hf | dict(attention_bias=True)) == from_hf(NEMOTRON.hf)
+    lfm2_moe = cases.CASES["lfm2-moe-published-tied"].hf
+    assert from_hf(lfm2_moe | dict(block_auto_adjust_ff_dim=True)) == from_hf(lfm2_moe)

@@ -12,7 +12,6 @@ import pytest
 from random_matrices import quantized_experts, random_params
 
 import xinfer_jax as xj
-from xinfer_jax import kernels_pallas
 from xinfer_jax.backends import expert_tiles
 from xinfer_jax.backends.cpu import layer_forms
 from xinfer_jax.backends.kernels.expert_kernels import select_experts
@@ -134,14 +133,18 @@ def test_parameters():
     }
 
 
-def test_no_kernel_takes_experts_without_a_gate():
-    """The plain form runs in its place. A named kernel is an error."""
-    _, params = build("plain")
-    x_MD = hidden_states(3)[0]
-    found = select_experts(None, x_MD, params["experts"])
-    assert found.impl == "xla"
-    with kernels_pallas.assume_device(None, "a TPU", "tpu"):
-        found = select_experts(None, x_MD, params["experts"])
-        assert found.impl == "xla" and "experts without a gate" in found.reason
-    with pytest.raises(xj.InputError, match="experts without a gate"):
-        select_experts("interpret_tpu", x_MD, params["experts"])
+@pytest.mark.full
+def test_kernels_take_experts_without_a_gate():
+    """A mixture by the kernel for TPUs is that of plain jnp. Experts with biases have no kernel."""
+    config, params = build("plain")
+    x_BTD = hidden_states(3)
+    selected = select_experts("interpret_tpu", x_BTD[0], params["experts"])
+    assert selected.impl == "interpret_tpu"
+    outs = [
+        jax.jit(lambda *args, impl=impl: mixture(*args, config, impl=impl)[0])(params, x_BTD)
+        for impl in ("interpret_tpu", "xla")
+    ]
+    np.testing.assert_allclose(*outs, atol=1e-4 * np.abs(outs[1]).max())
+    up = params["experts"]["up"] | dict(bias=np.zeros((X, F), np.float32))
+    with pytest.raises(xj.InputError, match="experts with biases and without a gate"):
+        select_experts("interpret_tpu", x_BTD[0], params["experts"] | dict(up=up))

@@ -252,6 +252,7 @@ EXPERTS = [
     (8, 8, 128, 704, 2816, "int4"),
     (8, 8, 128, 768, 2048, "fp8"),
     (8, 4, 128, 2880, 2880, "mxfp4"),
+    (8, 6, 128, 1856, 2688, "without gates"),
 ]
 
 
@@ -276,6 +277,7 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
 
     sizes = (features, width), (features, width), (width, features)
     matrices = [matrix(*size) for size in sizes]
+    matrices[0] = None if kind == "without gates" else matrices[0]
     biases = [shape(X, size[0]) for size in sizes] if width == 2880 else []  # those of gpt-oss
     options = dict(activation=jax.nn.silu, limit=7.0 if biases else None)
     run = partial(kernels_pallas.run_kernel, "tpu", "gated_experts", **options)

@@ -46,17 +46,16 @@ _NEMOTRON = dict(
     intermediate_size=96,
     moe_intermediate_size=96,
 )
-_GRANITE = dict(
+_FACTORS = dict(
+    embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.015625, logits_scaling=8.0
+)
+_GRANITE = _FACTORS | dict(
     layer_types=["mamba", "attention"],
     position_embedding_type="nope",
     mamba_n_heads=4,
     mamba_n_groups=2,
     mamba_d_state=32,
     head_dim=16,
-    embedding_multiplier=12.0,
-    residual_multiplier=0.22,
-    attention_multiplier=0.015625,
-    logits_scaling=8.0,
     rms_norm_eps=1e-5,
     shared_intermediate_size=96,
 )
@@ -106,6 +105,10 @@ CONFIGS = {
     "deepseek2-dense": _hf("youtu", **_LATENT, tie_word_embeddings=True),
     "glm4moe": _hf("glm4_moe", **_GROUPS | dict(n_group=1, topk_group=1), norm_topk_prob=True,
         use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5, rope_theta=1e6, rms_norm_eps=1e-5),
+    "granite": _hf("granite", **_FACTORS, head_dim=16),
+    "granitemoe": _hf("granitemoe", **_FACTORS, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoe-shared": _hf("granitemoeshared", **_FACTORS, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=64),
     "mamba2": _hf("mamba2", num_heads=4, head_dim=32, state_size=32, n_groups=2, layer_norm_epsilon=1e-5,
         rms_norm_eps=1e-5, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1),
     "falcon-h1": _hf("falcon_h1", mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2,
@@ -125,7 +128,7 @@ _OLD = "deepseek_v2"  # its files are written in the older form, with `attn_kv_b
 
 def arch_of(name: str) -> str:
     """The architecture of a model of `CONFIGS`."""
-    return re.sub("-(experts|softmax|dense)$", "", name)
+    return re.sub("-(experts|softmax|dense|shared)$", "", name)
 
 
 def write(path, name, kind_of=None, hf=None, metadata=None, splits=(), change=None):
@@ -449,17 +452,19 @@ def _mamba2(found, hf, config) -> None:
     )
 
 
-def _granite_hybrid(found, hf, config) -> None:
+def _granite(found, hf, config) -> None:
+    """Files of models without Mamba-2 may have its numbers too, and the number of key heads of each layer."""
     found |= {
         "ARCH.attention.head_count_kv": _by_layer(config, config.num_key_value_heads, "attention"),
         "ARCH.attention.key_length": None,
         "ARCH.rope.dimension_count": config.head_dim,
-        "ARCH.rope.scaling.finetuned": False,
+        "ARCH.rope.scaling.finetuned": bool(config.ropes),
         "ARCH.attention.scale": hf["attention_multiplier"],
         "ARCH.embedding_scale": hf["embedding_multiplier"],
         "ARCH.residual_scale": hf["residual_multiplier"],
         "ARCH.logit_scale": hf["logits_scaling"],
-        "ARCH.expert_shared_feed_forward_length": hf["shared_intermediate_size"],
+        "ARCH.expert_shared_feed_forward_length": hf.get("shared_intermediate_size"),
+        "ARCH.ssm.conv_kernel": 4,
     }
 
 
@@ -497,7 +502,9 @@ def _lfm2(found, hf, config) -> None:
 
 OWN_METADATA = dict(
     mamba2=_mamba2,
-    granitehybrid=_granite_hybrid,
+    granite=_granite,
+    granitemoe=_granite,
+    granitehybrid=_granite,
     nemotron_h=_nemotron_h,
     nemotron_h_moe=_nemotron_h,
     lfm2=_lfm2,

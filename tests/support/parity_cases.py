@@ -476,6 +476,13 @@ _CASES = {
         conv_bias=True, conv_L_cache=5, use_expert_bias=False, norm_topk_prob=False,
         routed_scaling_factor=1.5, tie_word_embeddings=False, num_key_value_heads=1,
     ),
+    # lfm3: three kinds of layers, norms after them too, a gate of each head
+    "lfm3-published-tied": _hf("lfm3", num_hidden_layers=5, sliding_window=9, head_dim=16,
+        rms_norm_eps=1e-5, conv_L_cache=7),
+    "lfm3-no-gate-bias-untied": _hf("lfm3", layer_types=["conv", _S, _F], sliding_window=12, head_dim=16,
+        use_sandwich_norm=False, use_attention_gate=False, attention_bias=True, conv_bias=True,
+        tie_word_embeddings=False, num_key_value_heads=1, rope_parameters={
+            _F: dict(rope_type="default", rope_theta=1e5), _S: dict(rope_type="default", rope_theta=5e3)}),
     # granitemoe: the matrices of all experts in one tensor; granitemoeshared: an MLP beside them
     "granitemoe-published-tied": _hf("granitemoe", **_old(1e4), num_local_experts=6, num_experts_per_tok=2,
         intermediate_size=24, tie_word_embeddings=True, embedding_multiplier=1.5, residual_multiplier=1.4,

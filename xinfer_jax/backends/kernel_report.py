@@ -46,7 +46,7 @@ def kernels_used(
     - `gated_experts` is present if the model has experts. On TPUs their router has a kernel if the product
       has one.
     - `delta_step`, `delta_prefill` and `delta_drafts` (for calls with draft tokens) are present if the model
-      has linear attention.
+      has linear attention. `mamba_step` and `mamba_prefill` are present if it has Mamba-2.
 
     Layers may differ, for example in the width of heads. The reason then says how many layers have another
     implementation, and why.

@@ -11,9 +11,11 @@ from ..errors import InputError, format_value
 from ..families.layer_fields import FULL, SLIDING
 
 _WINDOWS = "attention.sliding_window_pattern"
+_KEY_HEADS = "attention.head_count_kv"
 _GEMMA3_27B = 62  # layers; its attention is scaled by other than the width of a head
 _SOFTMAX = 1  # a value of expert_gating_func
 _SIGMOID = 2
+GRANITE_MOE_TYPES = ("granitemoe", "granitemoeshared")  # model types of the architecture granitemoe
 DEEPSEEK2_TYPES = ("deepseek_v3", "deepseek_v2", "youtu")  # model types of this architecture
 Settings = dict[str, Any]
 
@@ -47,6 +49,23 @@ def number(own: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
         raise InputError(f"{key} must be a number from 0 on, got {format_value(value)}")
     return value
+
+
+def of_layers(own: Mapping[str, Any], key: str, layers: int) -> list[int]:
+    """Returns a number from 0 on for each layer. The file has a list, or one number for all layers."""
+    value = own.get(key, 0)
+    numbers = value if isinstance(value, list) else [value] * layers
+    if len(numbers) < layers or not all(type(x) is int and 0 <= x < 2**31 for x in numbers):
+        raise InputError(f"{key} is {format_value(value)}, for {layers} layers")
+    return numbers[:layers]
+
+
+def key_heads(own: Mapping[str, Any], settings: Settings) -> tuple[list[int], Settings]:
+    """Returns the number of key heads of each layer, and the setting for the layers that have some."""
+    heads = of_layers(own, _KEY_HEADS, settings["num_hidden_layers"])
+    if len({*heads} - {0}) > 1:
+        raise InputError(f"{_KEY_HEADS} {format_value(heads)} is not supported: only one number and 0 are")
+    return heads, dict(num_key_value_heads=max(heads) or None)
 
 
 def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) -> list[str]:
@@ -196,6 +215,35 @@ def _glm4moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, A
     )
 
 
+def granite_factors(own: Mapping[str, Any]) -> Settings:
+    """Returns the factors of Granite models."""
+    return dict(
+        attention_multiplier=own.get("attention.scale") or head_width(own) ** -0.5,
+        embedding_multiplier=own.get("embedding_scale") or 1.0,
+        residual_multiplier=own.get("residual_scale") or 1.0,
+        logits_scaling=own.get("logit_scale") or 1.0,
+    )
+
+
+def _granite(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
+    """Returns the settings of Granite. Files of Granite 4 without Mamba-2 have this architecture too."""
+    if own.get("rope.scaling.finetuned", True) is not True:
+        raise InputError("rope.scaling.finetuned must be true: the family has RoPE in all layers")
+    (heads, found) = key_heads(own, settings)
+    if not all(heads):
+        raise InputError(f"{_KEY_HEADS} {format_value(heads)} is not supported: all layers have attention")
+    return found | granite_factors(own)
+
+
+def _granite_moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
+    shared = own.get("expert_shared_feed_forward_length") or 0
+    return _granite(own, settings, tensors) | dict(
+        model_type="granitemoeshared" if shared else "granitemoe",
+        num_local_experts=own.get("expert_count"),
+        shared_intermediate_size=shared,
+    )
+
+
 OWN: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settings]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
@@ -204,4 +252,6 @@ OWN: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settin
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
     "glm4moe": _glm4moe,
+    "granite": _granite,
+    "granitemoe": _granite_moe,
 }

@@ -23,7 +23,7 @@ from ..tokenization.gguf_tokenizer import read_gguf_tokenizer
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .embedding_modules import EmbeddingModules
-from .gguf_architectures import DEEPSEEK2_TYPES, OWN, Settings, integer, number
+from .gguf_architectures import DEEPSEEK2_TYPES, GRANITE_MOE_TYPES, OWN, Settings, integer, number
 from .gguf_states import OF_STATES
 from .gguf_tensors import check_reranker, gguf_tensors
 
@@ -31,10 +31,11 @@ _TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gpt-oss": "gpt_oss",
     "deepseek2": DEEPSEEK2_TYPES[0], "glm4moe": "glm4_moe", "mamba2": "mamba2", "falcon-h1": "falcon_h1",
+    "granite": "granite", "granitemoe": GRANITE_MOE_TYPES[0],
     "granitehybrid": "granitemoehybrid", "nemotron_h": "nemotron_h", "nemotron_h_moe": "nemotron_h",
     "lfm2": "lfm2", "lfm2moe": "lfm2_moe",
 }  # fmt: skip
-FAMILIES = {*_TYPES.values(), *DEEPSEEK2_TYPES}
+FAMILIES = {*_TYPES.values(), *DEEPSEEK2_TYPES, *GRANITE_MOE_TYPES}
 _KEYS = dict(
     hidden_size="embedding_length", intermediate_size="feed_forward_length",
     num_attention_heads="attention.head_count", num_key_value_heads="attention.head_count_kv",

@@ -8,11 +8,10 @@ otherwise. `ssm.time_step_rank` is the number of heads of Mamba-2.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, format_value
+from ..errors import InputError
 from ..families.layer_fields import FULL
-from .gguf_architectures import Settings, divided, grouped, head_width, integer
+from .gguf_architectures import Settings, divided, granite_factors, grouped, integer, key_heads, of_layers
 
-_KEY_HEADS = "attention.head_count_kv"
 _CONV = "conv"
 _MAMBA = "mamba"
 _ATTENTION = "attention"
@@ -29,23 +28,6 @@ _WITHOUT_ROPE = dict(rope_theta=1e4, rope_scaling=None)
 def _has(tensors: Mapping[str, Any], *ends: str) -> bool:
     """Returns True if the name of a tensor ends like this."""
     return any(name.endswith(ends) for name in tensors)
-
-
-def _of_layers(own: Mapping[str, Any], key: str, layers: int) -> list[int]:
-    """Returns a number from 0 on for each layer. The file has a list, or one number for all layers."""
-    value = own.get(key, 0)
-    numbers = value if isinstance(value, list) else [value] * layers
-    if len(numbers) < layers or not all(type(x) is int and 0 <= x < 2**31 for x in numbers):
-        raise InputError(f"{key} is {format_value(value)}, for {layers} layers")
-    return numbers[:layers]
-
-
-def _key_heads(own: Mapping[str, Any], settings: Settings) -> tuple[list[int], Settings]:
-    """Returns the number of key heads of each layer, and the setting for the layers that have some."""
-    heads = _of_layers(own, _KEY_HEADS, settings["num_hidden_layers"])
-    if len({*heads} - {0}) > 1:
-        raise InputError(f"{_KEY_HEADS} {format_value(heads)} is not supported: only one number and 0 are")
-    return heads, dict(num_key_value_heads=max(heads) or None)
 
 
 def _mamba(own: Mapping[str, Any], family: str) -> Settings:
@@ -73,7 +55,7 @@ def mamba2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any
 
 def granite_hybrid(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     """Returns the settings of Granite 4. A file of Bamba has the same architecture, and RoPE."""
-    (heads, found) = _key_heads(own, settings)
+    (heads, found) = key_heads(own, settings)
     if own.get("rope.scaling.finetuned", True) is not False:
         raise InputError(
             "rope.scaling.finetuned must be false: files of Bamba, whose attention has RoPE, are not read"
@@ -82,6 +64,7 @@ def granite_hybrid(own: Mapping[str, Any], settings: Settings, tensors: Mapping[
     return (
         found
         | _mamba(own, "mamba")
+        | granite_factors(own)
         | _WITHOUT_ROPE
         | dict(
             layer_types=[_ATTENTION if count else _MAMBA for count in heads],
@@ -92,10 +75,6 @@ def granite_hybrid(own: Mapping[str, Any], settings: Settings, tensors: Mapping[
             attention_bias=_has(tensors, ".attn_q.bias"),
             num_local_experts=own.get("expert_count", 0),
             shared_intermediate_size=width,
-            attention_multiplier=own.get("attention.scale") or head_width(own) ** -0.5,
-            embedding_multiplier=own.get("embedding_scale") or 1.0,
-            residual_multiplier=own.get("residual_scale") or 1.0,
-            logits_scaling=own.get("logit_scale") or 1.0,
         )
     )
 
@@ -114,8 +93,8 @@ def falcon_h1(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, 
 
 def nemotron_h(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     """Returns the settings of Nemotron-H. A layer without key heads and without a feed-forward is Mamba-2."""
-    (heads, found) = _key_heads(own, settings)
-    widths = _of_layers(own, "feed_forward_length", len(heads))
+    (heads, found) = key_heads(own, settings)
+    widths = of_layers(own, "feed_forward_length", len(heads))
     layers = zip(heads, widths, strict=True)
     fed = [("E" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "-") for i in range(len(heads))]
     letters = [fed[i] if width else "*" if count else "M" for i, (count, width) in enumerate(layers)]
@@ -130,7 +109,6 @@ def nemotron_h(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str,
             layer_norm_epsilon=settings["rms_norm_eps"],
             use_bias=_has(tensors, ".ssm_in.bias"),
             use_conv_bias=_has(tensors, ".ssm_conv1d.bias"),
-            attention_bias=_has(tensors, ".attn_q.bias"),
             mlp_bias=_has(tensors, ".ffn_up.bias", ".ffn_up_shexp.bias"),
         )
     )
@@ -148,7 +126,7 @@ def nemotron_h_moe(own: Mapping[str, Any], settings: Settings, tensors: Mapping[
 
 
 def lfm2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    (heads, found) = _key_heads(own, settings)
+    (heads, found) = key_heads(own, settings)
     return found | dict(
         layer_types=[FULL if count else _CONV for count in heads],
         conv_L_cache=own.get("shortconv.l_cache"),

@@ -102,7 +102,7 @@ _OWN_NAMES |= dict.fromkeys(("nemotron_h", "nemotron_h_moe"), dict(mlp_norm="att
 _OWN_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), dict(final_norm="token_embd_norm.weight"))
 _OWN_NAMES["falcon-h1"] = dict(mlp_norm="ffn_norm")
 # Rows of queries and keys alternate between the halves of a head.
-_IN_PAIRS = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_IN_PAIRS = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _KEYS = ".attn_k_b.weight"  # of latent attention
 _VALUES = ".attn_v_b.weight"
 _FREQS = "rope_freqs.weight"  # the config has it

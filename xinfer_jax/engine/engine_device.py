@@ -543,6 +543,8 @@ class Device:
         """Runs the programs that preempted rows need."""
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
+        if self.states:
+            self.set_row(0, self.get_row(0, on_host=True))
         if self._shape.snapshots:
             self.save_state(0, 1)
             self.load_state(0, 1)

@@ -75,7 +75,9 @@ class EngineOptions:
         impl: the implementation of the operations, as for `GenerateOptions`.
         warm_up: compile all programs before the engine is ready. Use it for measurements and long runs.
         host_pages: the number of pages in host memory, next to `pages`. The prefix cache saves there the
-            pages that it evicts from the device, and copies them back for a prompt that begins with them.
+            pages that it evicts from the device, and copies them back for a prompt that begins with them. If
+            the model has recurrent states, host memory also has one snapshot of them for each four chunks in
+            these pages, and at least as many snapshots as the device.
         page_directory: a directory for files of such pages, which later engines of this model find. It must
             belong to the user and have the mode 0700.
         page_directory_bytes: the most bytes of all files in that directory. If there are more, the least

@@ -121,7 +121,8 @@ class HostTier:
         count = min(len(found.names), self.pool.num_available)
         snapshot = None
         if found.snapshot and self.snapshots.num_available and count == len(found.names):
-            snapshot = (*found.snapshot, *self.snapshots.allocate(1))
+            (place,) = self.snapshots.allocate(1)
+            snapshot = (*found.snapshot, place)
         elif found.snapshot:
             count = 0
         host_pages = self.pool.allocate(count)

@@ -109,7 +109,7 @@ class EngineShape(EngineOptions):
         )
         if not rows:
             return ()
-        # Each layer has an array of its own, since programs donate them.
+        # Each layer has its own lengths: a program could not donate one array for several.
         return tuple(layer.with_draft_slots(drafts, jnp.zeros(rows, jnp.int32)) for layer in layers)
 
     @property

@@ -16,11 +16,12 @@ from ..cache.paged import PAGE_SIZE
 from ..cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from ..checkpoint.sharded_leaves import leaf_partition
 from ..config.model_config import ModelConfig
+from ..errors import InputError
 from ..memory_plan import MemoryPlan, program_parts
 from ..registry import plugin
 from ..sharding import RULES
 from ..weights.fp8_weight import FP8_BLOCK, fp8_struct
-from ..weights.layout import partition_specs
+from ..weights.layout import is_divisible, partition_specs
 from ..weights.mxfp4 import mxfp4_struct
 from ..weights.params import Params, ParamSpec, param_specs, tree_bytes
 from ..weights.quantization import (
@@ -67,18 +68,14 @@ class EngineLoad:
 
 def valid_mesh_sizes(job: EngineLoad) -> list[int]:
     """Returns numbers of devices that divide the model."""
-    config = job.config
-    sizes = {config.num_attention_heads, config.num_experts}
-    if any(layer.mlp for layer in config.layers):
-        sizes.add(config.intermediate_size)
-    if config.experts:
-        sizes.add(config.experts.shared_intermediate_size)
-    for delta in filter(None, (layer.mixer_of("delta") for layer in config.layers)):
-        sizes |= {delta.num_key_heads, delta.num_value_heads}
-    kv_heads = {config.num_key_value_heads, *(mixer.num_kv_heads for mixer in attention_mixers(config))}
+    kinds = tuple(dict.fromkeys(job.config.layers))  # one layer of each kind says all
+    config = dataclasses.replace(job.config, layers=kinds, num_hidden_layers=len(kinds))
 
     def divides(n: int) -> bool:
-        return not any(size % n for size in sizes) and not any(k % n and n % k for k in kv_heads)
+        try:
+            return is_divisible(with_repeated_kv_heads(config, n), n)
+        except InputError:  # key heads
+            return False
 
     return [*filter(divides, range(1, MOST_DEVICES + 1))]
 

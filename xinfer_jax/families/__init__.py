@@ -9,8 +9,8 @@ Reading order:
   `mamba_hybrids` has the settings of models with Mamba-2 and attention.
 - A file describes each family, or a few that share most of it: `llama`, `qwen`, `olmo`, `gemma`, `gemma4`,
   `phi3`, `bitnet`, `mixtral`, `exaone4`, `granite`, `granite_moe`, `gpt_oss`, `glm4_moe`, `hybrids`, `lfm2`,
-  `lfm2_moe`, `mamba`, `bamba`, `falcon_h1`, `granite_hybrid`, `nemotron_h`, `glm`, `ernie4_5`, `dots1`,
-  `minimax_m2`, `hunyuan`, `cohere2`, `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`, `minicpm3`.
+  `lfm2_moe`, `lfm3`, `mamba`, `bamba`, `falcon_h1`, `granite_hybrid`, `nemotron_h`, `glm`, `ernie4_5`,
+  `dots1`, `minimax_m2`, `hunyuan`, `cohere2`, `apertus`, `deepseek`, `glm4_moe_lite`, `mistral4`, `minicpm3`.
 - `draft_heads` has the names of heads for multi-token prediction in the files of models, and their settings.
 - `naming` makes the names of all tensors from a family's table.
 - `wrappers` finds the text model within a model that also reads images.

@@ -98,7 +98,7 @@ def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
     return tuple(window if s else None for s in ([kind == SLIDING for kind in types] if types else slides))
 
 
-def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[str] | None:
+def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, ...]) -> list[str] | None:
     """Returns `layer_types`, each one of the kinds. None: config.json has none."""
     types = hf.get("layer_types")
     if types is None:
@@ -109,7 +109,8 @@ def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[s
         )
     if other := [kind for kind in types if kind not in kinds]:
         raise InputError(
-            f"layer type {format_value(other[0])} is not supported: only {' and '.join(kinds)} are"
+            f"layer type {format_value(other[0])} is not supported: only {', '.join(kinds[:-1])} and"
+            f" {kinds[-1]} are"
         )
     return list(types)
 

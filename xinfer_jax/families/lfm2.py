@@ -13,20 +13,16 @@ from .family import Family, Joined, Names
 from .layer_fields import FULL, read_layer_types
 from .values import get_boolean, get_integer, get_number
 
-_CONV = "conv"
+CONV = "conv"
 # Names of the first published files, which transformers prefers to those of today.
 _OLDER_NAMES = dict(block_ff_dim="intermediate_size", tie_embedding="tie_word_embeddings")
 
 
 def read_lfm2(hf: Mapping, layers: int) -> dict[str, Any]:
-    if hf["hidden_act"] not in ("silu", "swish"):
-        raise InputError(f"hidden_act {format_value(hf['hidden_act'])} is not supported: LFM2's is 'silu'")
+    check_silu(hf, "LFM2")
     hf = {**hf, **{name: hf[older] for older, name in _OLDER_NAMES.items() if older in hf}}
-    width = get_integer(hf, "conv_L_cache")
-    if width < 2:
-        raise InputError(f"config.json: conv_L_cache must be at least 2, got {width}")
     of_type = {
-        _CONV: LayerSpec((ShortConvSpec(width, get_boolean(hf, "conv_bias")),)),
+        CONV: LayerSpec((read_convolution(hf),)),
         FULL: LayerSpec((AttentionSpec(qk_norm="head"),)),
     }
     return dict(
@@ -37,11 +33,25 @@ def read_lfm2(hf: Mapping, layers: int) -> dict[str, Any]:
     )
 
 
+def check_silu(hf: Mapping, name: str) -> None:
+    """Raises InputError for another activation than silu. name: of the models, for the message."""
+    if hf["hidden_act"] not in ("silu", "swish"):
+        raise InputError(f"hidden_act {format_value(hf['hidden_act'])} is not supported: {name}'s is 'silu'")
+
+
+def read_convolution(hf: Mapping) -> ShortConvSpec:
+    """Returns the short convolution that config.json describes."""
+    width = get_integer(hf, "conv_L_cache")
+    if width < 2:
+        raise InputError(f"config.json: conv_L_cache must be at least 2, got {width}")
+    return ShortConvSpec(width, get_boolean(hf, "conv_bias"))
+
+
 def _layer_types(hf: Mapping, layers: int) -> list[str]:
     """Returns the type of each layer, by `layer_types` or `full_attn_idxs`. Without them all are
     attention.
     """
-    types = read_layer_types(hf, layers, (_CONV, FULL))
+    types = read_layer_types(hf, layers, (CONV, FULL))
     if types is not None:
         return types
     full = hf.get("full_attn_idxs")
@@ -49,7 +59,7 @@ def _layer_types(hf: Mapping, layers: int) -> list[str]:
         return [FULL] * layers
     if not isinstance(full, list | tuple) or not all(type(i) is int and 0 <= i < layers for i in full):
         raise InputError(f"full_attn_idxs must list layers from 0 to {layers - 1}, got {format_value(full)}")
-    return [FULL if i in full else _CONV for i in range(layers)]
+    return [FULL if i in full else CONV for i in range(layers)]
 
 
 def _mlp_width(hf: Mapping) -> int:
@@ -69,13 +79,18 @@ def _mlp_width(hf: Mapping) -> int:
 def write_lfm2(config: ModelConfig) -> dict[str, Any]:
     convolutions = [layer.mixer_of(ShortConvSpec.kind) for layer in config.layers]
     settings: dict[str, Any] = dict(
-        layer_types=[_CONV if convolution else FULL for convolution in convolutions],
+        layer_types=[CONV if convolution else FULL for convolution in convolutions],
         block_auto_adjust_ff_dim=False,
         norm_eps=config.rms_norm_eps,
     )
-    if convolution := next(filter(None, convolutions), None):
-        settings |= dict(conv_L_cache=convolution.kernel_dim, conv_bias=convolution.bias)
-    return settings
+    return settings | write_convolution(config)
+
+
+def write_convolution(config: ModelConfig) -> dict[str, Any]:
+    """Returns the inverse of `read_convolution`. {}: no layer has a convolution."""
+    mixers = (layer.mixer_of(ShortConvSpec.kind) for layer in config.layers)
+    convolution = next(filter(None, mixers), None)
+    return dict(conv_L_cache=convolution.kernel_dim, conv_bias=convolution.bias) if convolution else {}
 
 
 LEAVES = dict(

@@ -19,7 +19,7 @@ _EPSILON = 1e-6  # is added to the sum of a token's scores
 
 
 def read_lfm2_moe(hf: Mapping, layers: int) -> dict[str, Any]:
-    fields = read_lfm2(hf, layers)
+    fields = read_lfm2({**hf, "block_auto_adjust_ff_dim": False}, layers)  # a field of LFM2 alone
     dense = get_count(hf, "num_dense_layers")
     if dense >= layers:  # config.json may lack the sizes of experts
         return fields
@@ -72,7 +72,6 @@ FAMILY = Family(
         tie_word_embeddings=True,
         conv_bias=False,
         conv_L_cache=3,
-        block_auto_adjust_ff_dim=False,
         num_dense_layers=2,
         num_experts=32,
         num_experts_per_tok=4,

@@ -2,7 +2,8 @@
 
 A mixer is Mamba-2, or attention without RoPE and biases. A feed-forward is an MLP without a gate, or a
 mixture of experts without gates, which may be latent. As in transformers, `attention_bias`,
-`residual_in_fp32`, `time_step_limit` and `expand` have no effect. Draft heads (`mtp.*`) are not read.
+`residual_in_fp32`, `time_step_limit` and `expand` have no effect, and neither has `time_step_min` (see
+`mixers.mamba2`). Draft heads (`mtp.*`) are not read.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ _OLDER_NAMES = dict(
     mamba_d_conv="conv_kernel",
     mamba_conv_bias="use_conv_bias",
     layer_types="layers_block_type",
+    num_local_experts="n_routed_experts",
 )
 _ACTIVATIONS = ("relu2", "silu", "gelu_pytorch_tanh")
 # The fields of config.json with the numbers of the mixer, by the fields of `Mamba2Spec`.

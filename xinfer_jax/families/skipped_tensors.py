@@ -13,6 +13,7 @@ _MTP = "mtp."  # how the names of draft heads in Qwen's style begin
 _PUBLISHED_ENDS = {
     ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
     ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    ".self_attn.g_proj.weight": ".self_attn.gate_proj.weight",
     ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
 }
 _OWN_END = re.compile(f"({'|'.join(map(re.escape, _PUBLISHED_ENDS))})$")

@@ -1,4 +1,4 @@
-"""`ScaledMlp`: an MLP with factors of its gate and output, as in Falcon-H1."""
+"""`ScaledMlp`: an MLP with factors of its gate and output (Falcon-H1)."""
 
 import dataclasses
 

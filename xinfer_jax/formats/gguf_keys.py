@@ -24,6 +24,8 @@ ARCHITECTURES = (
     "gpt-oss",
     "deepseek2",
     "glm4moe",
+    "granite",
+    "granitemoe",
     "mamba2",
     "falcon-h1",
     "granitehybrid",
@@ -33,6 +35,7 @@ ARCHITECTURES = (
     "lfm2moe",
 )
 _HYBRID = ("qwen35", "qwen35moe")
+_GRANITE = ("granite", "granitemoe", "granitehybrid")
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
 _MAMBA = ("mamba2", "falcon-h1", "granitehybrid", *_NEMOTRON)
 _CONVOLUTIONS = ("lfm2", "lfm2moe")
@@ -55,9 +58,9 @@ _READ: dict[str, tuple[str, ...]] = {
         ),
         ARCHITECTURES,
     ),
-    **dict.fromkeys(("expert_count", "expert_used_count"), (*_EXPERTS, "granitehybrid")),
+    **dict.fromkeys(("expert_count", "expert_used_count"), (*_EXPERTS, "granitemoe", "granitehybrid")),
     "expert_feed_forward_length": _EXPERTS,
-    "expert_shared_feed_forward_length": ("qwen35moe", "granitehybrid", "nemotron_h_moe"),
+    "expert_shared_feed_forward_length": ("qwen35moe", "granitemoe", "granitehybrid", "nemotron_h_moe"),
     **dict.fromkeys(
         (
             "expert_shared_count", "expert_group_count", "expert_group_used_count", "expert_weights_norm",
@@ -70,7 +73,7 @@ _READ: dict[str, tuple[str, ...]] = {
     "moe_latent_size": ("nemotron_h_moe",),
     "shortconv.l_cache": _CONVOLUTIONS,
     **dict.fromkeys(
-        ("embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"), ("granitehybrid",)
+        ("embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"), _GRANITE
     ),
     **dict.fromkeys(
         (
@@ -108,7 +111,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # their defaults would be those of an
     ),
     "attention.head_count": tuple(arch for arch in ARCHITECTURES if arch != "mamba2"),
     "feed_forward_length": ("llama", "qwen2", "qwen3", "qwen35", "gemma3", "gemma4", *_GROUPED, *_NEMOTRON,
-        *_CONVOLUTIONS, "falcon-h1", "granitehybrid"),
+        *_CONVOLUTIONS, "falcon-h1", *_GRANITE),
     "attention.head_count_kv": (*_NEMOTRON, *_CONVOLUTIONS, "granitehybrid"),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"),
         ("qwen3moe", "qwen35moe", "gpt-oss", "glm4moe", "nemotron_h_moe", "lfm2moe")),
@@ -180,6 +183,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _GATING = {"gpt-oss": (3,), "nemotron_h_moe": (2,), "lfm2moe": (2,)}
 # Keys of parts that all models of an architecture lack.
 _OF_ABSENT_PARTS = {
+    # Files of Granite 4 without Mamba-2 have its numbers too.
+    "granite": re.compile(r"ssm\.(?!dt_b_c_rms).*|expert_(shared_feed_forward_length|used_count)"),
+    "granitemoe": re.compile(r"ssm\.(?!dt_b_c_rms).*"),
     "mamba2": re.compile(r"rope\..*|feed_forward_length|attention\.(head|key|value|scale).*"),
     "granitehybrid": re.compile(r"rope\.(?!scaling\.finetuned).*"),
     **dict.fromkeys(_NEMOTRON, re.compile(r"rope\..*")),

@@ -7,7 +7,8 @@ Reading order:
   `rope_append` is its RoPE and its append to the cache.
 - `rope_scaling` has RoPE for longer contexts. `rope_orders` has interleaved pairs, and norms after RoPE.
 - `key_bias` has the bias of keys in a quantized cache.
-- `scaled_attention` is softmax attention with factors, as in Falcon-H1.
+- `scaled_attention` is softmax attention with factors, as in Falcon-H1. `head_gated_attention` has a gate for
+  each head, as in LFM3.
 - `latent_attention` is multi-head latent attention (MLA), whose cache has one vector of each token.
 - `gated_delta` is Gated DeltaNet, with its forward pass in `linear_attention` and its state in `recurrent`.
 - `mamba2` is Mamba-2, whose state is in `recurrent` too.

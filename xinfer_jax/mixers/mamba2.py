@@ -6,8 +6,8 @@ depthwise causal convolution with the activation silu. More tokens are processed
 of it is in float32.
 
 Formulas are those of decode steps in transformers 5.24 (`modeling_mamba2.py`, `modeling_nemotron_h.py`, …).
-For prompts transformers also limits dt to `time_step_limit`, so its own prompt and steps differ if dt
-reaches a limit. Here dt has no limits, and prompts equal steps.
+For prompts transformers also limits dt to `time_step_limit`, or in Nemotron-H to at least `time_step_min`, so
+its own prompt and steps differ if dt reaches a limit. Here dt has no limits, and prompts equal steps.
 
 Here N are heads, G groups, Y is the width of a head, H is `state_size`, I = N Y, W tokens before the current
 one that the convolution reads.
@@ -35,6 +35,7 @@ from .recurrent import Inputs, Recurrent
 
 _PRODUCTS = ("ssm_z", "ssm_x", "ssm_b", "ssm_c", "ssm_dt")
 _CONVOLVED = ("conv_c", "conv_b", "conv_x")  # in the order of `Recurrent.inputs`
+_KERNELS = ("mamba_step", "mamba_prefill")
 _NUMBERS = ("A_log", "dt_bias", "D")  # of each head
 
 
@@ -171,6 +172,10 @@ class Mamba2(Mixer):
         of_group = (spec.n_groups, W, spec.state_size)
         of_heads = (spec.num_heads, W, spec.head_dim)
         return of_group, of_group, of_heads, (spec.num_heads, spec.head_dim, spec.state_size)
+
+    def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
+        x = jax.ShapeDtypeStruct((rows, self.spec.num_heads * self.spec.head_dim), dtype)
+        return dict.fromkeys(_KERNELS, (x, params, self.config, cache))
 
     @property
     def divided(self) -> tuple[Divided, ...]:

@@ -1,4 +1,4 @@
-"""`ScaledAttention`: softmax attention with factors of its input, keys and output, as in Falcon-H1."""
+"""`ScaledAttention`: softmax attention with factors of its input, keys and output (Falcon-H1)."""
 
 import dataclasses
 from typing import Any

@@ -30,13 +30,13 @@ _GROUPED_FIELDS = (  # of `GroupedTopkSpec`, which the kernel takes
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """Returns the implementation for these tokens and experts. Raises as `named` does."""
-    if "gate" not in experts:
-        return named("gated_experts", impl, x_MD, obstacle="experts without a gate")
-    weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
+    weights = [leaf["weight"] for leaf in experts.values()]
     obstacle = next(filter(None, map(_obstacle, weights)), None)
+    if "gate" not in experts and "bias" in experts["up"]:
+        obstacle = "experts with biases and without a gate"
     if len(set(map(_layout, weights))) > 1:
         obstacle = obstacle or "experts whose matrices have different formats"
-    args = () if obstacle else _arrays(experts)
+    args = () if obstacle else _arrays({"gate": experts["up"]} | experts)
     return named("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 
 
@@ -61,8 +61,10 @@ def _layout(weight: Any) -> tuple[Any, ...]:
 
 
 def _arrays(experts: Params) -> list[Any]:
-    """Returns the matrices of gate, up and down as kernels take them, then their biases if there are any."""
-    leaves = [experts[name] for name in ("gate", "up", "down")]
+    """Returns the matrices of gate, up and down as kernels take them, then their biases if there are any.
+    There may be no gate.
+    """
+    leaves = [experts[name] for name in ("gate", "up", "down") if name in experts]
     arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
     return list(map(_operand, arrays))
 
@@ -80,7 +82,8 @@ def _select(call: Call) -> kernels_pallas.Selection:
 
 
 def _run(kernel: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
+    gate = [] if "gate" in experts else [None]
+    args = (x_MD, weight_MU, expert_MU, *gate, *_arrays(experts))
     of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
     if config.experts and (swiglu := config.experts.swiglu):
         of_model |= dict(activation=partial(swish, swiglu.alpha), limit=swiglu.limit)
