@@ -15,6 +15,7 @@ FEWER_LAYERS = {
     "llama3-new": dict(num_hidden_layers=1),
     "moe-defaults": dict(num_hidden_layers=1),
     "qwen3-5-tied": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+    "nemotron-h-published": dict(num_hidden_layers=3, hybrid_override_pattern="ME*"),
 }
 EOS = np.array([2], np.int32)
 

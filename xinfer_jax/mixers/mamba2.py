@@ -227,7 +227,7 @@ def mix_states(
 
 def state_space(tokens: _Tokens, state_BNYH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns outputs [B, N, T, Y] without D x, and the state after T tokens."""
-    if tokens.x_BNTY.shape[2] > 1:
+    if tokens.x_BNTY.shape[2] != 1:  # it may be symbolic
         return scan_blocks(_block, tokens, state_BNYH)
     groups = tokens.x_BNTY.shape[1] // tokens.b_BGTH.shape[1]
     c_BNH, b_BNH = (jnp.repeat(x[:, :, 0], groups, 1) for x in tokens[:2])

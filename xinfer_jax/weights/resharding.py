@@ -95,16 +95,17 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     device has one. Raises InputError if neither number divides the other.
     """
 
-    def repeated(heads: int) -> int:
+    def repeated(heads: int, name: str = "kv_heads") -> int:
         if devices % heads:
-            check_divisible("kv_heads", heads, devices)
+            check_divisible(name, heads, devices)
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        for field in ("num_key_value_heads", "kv_copies", "n_groups"):
+        names = dict.fromkeys(("num_key_value_heads", "kv_copies"), "kv_heads")
+        for field, name in (names | dict(n_groups="groups of Mamba-2")).items():
             found = (getattr(mixer, field, None) for mixer in layer.mixers)
             if own := next(filter(None, found), None):
-                layer = layer.with_mixer(**{field: repeated(own)})
+                layer = layer.with_mixer(**{field: repeated(own, name)})
         return layer
 
     layers = tuple(map(of_layer, config.layers))
