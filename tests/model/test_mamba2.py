@@ -152,8 +152,8 @@ def test_rejected_draft_models_and_caches(model):
 
 def test_meshes_divide_heads_and_repeat_groups():
     assert is_divisible(CASE.config, 2)
-    assert not is_divisible(CASE.config, 3)  # the norm has two groups
+    assert not is_divisible(CASE.config, 3)  # B and C have two groups
     assert not is_divisible(BIAS.config, 2)
-    repeated = with_repeated_kv_heads(BIAS.config, 4)  # its norm has one group, of all heads
+    repeated = with_repeated_kv_heads(BIAS.config, 4)
     assert is_divisible(repeated, 4)
     assert repeated.cached_mixers[0].fits[0] == (4, 2, 16)

@@ -93,7 +93,7 @@ FAMILIES = {
             "lfm2-bias-untied-layer-types",
             dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
         ),
-        ("mamba2", "mamba2-bias-tied", dict(num_hidden_layers=2, head_dim=12)),
+        ("mamba2", "mamba2-bias-tied", dict(num_hidden_layers=2, head_dim=12, n_groups=2)),
     )
 }
 # Families whose layers are made of the parts of those above, by the first case of each that generates.

@@ -181,8 +181,7 @@ class Mamba2(Mixer):
     def divided(self) -> tuple[Divided, ...]:
         heads = Divided("linear_heads", "heads of Mamba-2", self.spec.num_heads)
         groups = Divided("kv_heads", "groups of Mamba-2", self.spec.n_groups)
-        norms = Divided("linear_heads", "groups of the norm of Mamba-2", self.spec.norm_groups)
-        return (heads, groups, norms) if self.spec.norm and self.spec.norm_groups > 1 else (heads, groups)
+        return heads, groups
 
 
 def mix_states(
@@ -283,10 +282,13 @@ def _empty(new: list[jax.Array], spec: Mamba2Spec) -> tuple[Inputs, jax.Array]:
 
 
 def _group_norm(x_BTI: jax.Array, width: int, eps: float, over: str | None) -> jax.Array:
-    """Returns the RMS norm over groups of this width, of which `over` may divide the only one."""
+    """Returns the RMS norm over groups of this width, which the axis `over` may divide."""
     (*rows, own) = x_BTI.shape
     x_BTGX = x_BTI.reshape(*rows, -1, min(width, own))
     mean = jnp.square(x_BTGX).mean(-1, keepdims=True)
-    if own < width:
-        mean = lax.pmean(mean, over)
+    if own < width:  # several devices have a group
+        means = lax.all_gather(mean, over, axis=-1, tiled=True)
+        of_groups = means.reshape(*means.shape[:-1], -1, width // own).mean(-1)
+        group = lax.axis_index(over) // (width // own)
+        mean = lax.dynamic_index_in_dim(of_groups, group, -1)
     return (x_BTGX * lax.rsqrt(mean + eps)).reshape(x_BTI.shape)
