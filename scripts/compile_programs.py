@@ -51,7 +51,10 @@ ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
 LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
 LAYERS = flags.DEFINE_list(
-    "layers", None, "Depths, two or one. Default: 2 and 4 periods of the layers' kinds; for a TPU all layers."
+    "layers",
+    None,
+    "Depths, two or one. Default: 2 and 4 periods of the layers' kinds; for a TPU, or if there are fewer"
+    " layers, all.",
 )
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 7, "Draft tokens of a step of verify and mtp.")
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")

@@ -234,7 +234,8 @@ def report(
     full = full.with_head() if "mtp" in program else full
     if depths is None:
         period = layer_period(full.config)
-        depths = (layers,) if isinstance(card, Tpu) else (2 * period, 4 * period)
+        is_whole = isinstance(card, Tpu) or 4 * period > layers
+        depths = (layers,) if is_whole else (2 * period, 4 * period)
     layers = layers if len(depths) > 1 else depths[0]
     with kernels_pallas.assume_device(card.capability, card.name, card.platform):  # for the form of arrays
         *fewer, more = (_compile_program(_at_depth(full, weights, n), program, card) for n in depths)
