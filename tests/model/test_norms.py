@@ -14,7 +14,7 @@ WIDTH = 64
 CASES = {case.config.model_type: case for case in cases.CASES.values()}  # one of each family
 OFFSETS = dict.fromkeys(CASES) | dict(
     gemma=1.0, gemma2=1.0, gemma3_text=1.0, qwen3_next=1.0, qwen3_5_text=1.0, qwen3_5_moe_text=1.0,
-    gemma4_text=0.0, gemma4_unified_text=0.0, gpt_oss=0.0, olmo2=0.0, olmo3=0.0, cohere2=0.0,
+    gemma4_text=0.0, gemma4_unified_text=0.0, gpt_oss=0.0, olmo2=0.0, olmo3=0.0, cohere2=0.0, nemotron_h=0.0,
 )  # fmt: skip
 
 

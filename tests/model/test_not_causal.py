@@ -19,7 +19,7 @@ pytestmark = pytest.mark.oldest
 CAUSAL = {
     name: case
     for name, case in cases.CASES.items()
-    if case.continued_prompts and not case.config.layers[0].mixer_of("latent_attention")
+    if case.continued_prompts and any(layer.attention for layer in case.config.layers)
 }
 
 LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")

@@ -39,13 +39,12 @@ def _mamba(own: Mapping[str, Any], family: str) -> Settings:
 
 
 def mamba2(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    inner = integer(own, "ssm.inner_size")
     return (
         _mamba(own, "mamba2")
         | _WITHOUT_ATTENTION
         | _WITHOUT_ROPE
         | dict(
-            expand=inner / integer(own, "embedding_length"),
+            expand=divided(own, "ssm.inner_size", "embedding_length"),
             layer_norm_epsilon=settings["rms_norm_eps"],
             use_bias=_has(tensors, ".ssm_in.bias"),
             use_conv_bias=_has(tensors, ".ssm_conv1d.bias"),
