@@ -50,6 +50,8 @@ def test_norms_equal_those_of_transformers_in_bfloat16(family):
     model = cases.hf_model(CASES[family].hf, tensors).to(torch.bfloat16)
     kind = "LayerNorm" if config.layers[0].centered_norms else "RMSNorm"
     norms = {name: module for name, module in model.named_modules() if kind in type(module).__name__}
+    if any(layer.mixer_of("mamba2") for layer in config.layers):  # its gated norm is of float32 in both
+        norms = {name: module for name, module in norms.items() if "Gated" not in type(module).__name__}
     assert len(norms) > config.num_hidden_layers
     ours = jax.jit(lambda x, weight: norm(x, {"norm": weight}, "norm", config))
     for name, module in norms.items():
