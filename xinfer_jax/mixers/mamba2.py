@@ -5,7 +5,7 @@ B and C are equal for the heads of a group. dt is softplus(dt + dt_bias), and x,
 depthwise causal convolution with the activation silu. More tokens are processed in blocks of 64 (SSD). All
 of it is in float32.
 
-Formulas are those of decode steps in transformers 5.24 (`modeling_mamba2.py`, `modeling_nemotron_h.py`, …).
+The formulas are from decode steps in transformers 5.24 (`modeling_mamba2.py`, `modeling_nemotron_h.py`, …).
 For prompts transformers also limits dt to `time_step_limit`, or in Nemotron-H to at least `time_step_min`, so
 its own prompt and steps differ if dt reaches a limit. Here dt has no limits, and prompts equal steps.
 
