@@ -70,14 +70,8 @@ def test_chunks_of_whole_blocks_give_the_bits_of_the_whole():
     """The second one goes on from the state after the first. XLA, which runs interpreted kernels, adds
     otherwise in products with an array of one block.
     """
-    new, weights, old, _, _ = arrays(1, 2, 64, 64, 3, F32, (0,), (256,), 256)
-    call = mamba_cases.program("mamba_prefill", IMPL)
-    start, whole, first = (np.array([x], np.int32) for x in (0, 256, 128))
-    want, wanted = call(new, weights, old, start, whole)
-    out, state = call(jax.tree.map(lambda x: x[:, :128], new), weights, old, start, first)
-    more, state = call(jax.tree.map(lambda x: x[:, 128:], new), weights, state, first, whole - first)
-    np.testing.assert_array_equal(np.concatenate([out, more], 1), want)
-    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    args = arrays(1, 2, 64, 64, 3, F32, (0,), (256,), 256)
+    mamba_cases.assert_chunks_give_the_bits_of_the_whole(IMPL, args)
 
 
 @pytest.mark.full

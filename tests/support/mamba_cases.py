@@ -69,3 +69,15 @@ def assert_rows_are_alone(name, impl, args):
     others = np.delete(np.arange(len(numbers[0])), 3)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[others], y[others]), before, after)
     assert np.isnan(after[0][3]).any()
+
+
+def assert_chunks_give_the_bits_of_the_whole(impl, args):
+    """A prompt of 256 tokens in two chunks: the second one goes on from the state after the first."""
+    new, weights, old, _, _ = args
+    call = program("mamba_prefill", impl)
+    start, whole, first = (np.array([x], np.int32) for x in (0, 256, 128))
+    want, wanted = call(new, weights, old, start, whole)
+    out, state = call(jax.tree.map(lambda x: x[:, :128], new), weights, old, start, first)
+    more, state = call(jax.tree.map(lambda x: x[:, 128:], new), weights, state, first, whole - first)
+    np.testing.assert_array_equal(np.concatenate([out, more], 1), want)
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)

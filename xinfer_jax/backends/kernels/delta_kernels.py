@@ -47,12 +47,18 @@ def select_delta(
     shapes. A named implementation is a name for attention: layers that it does not serve stay with XLA under
     every name.
     """
-    if abstract_mesh_of(layer["conv_q"]):
-        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
     if config.hidden_act != "silu":
         return kernels_pallas.Selection("xla", f"the activation {config.hidden_act}")
+    return select_of_states(name, impl, q, layer["conv_q"], _kernel_state(cache))
+
+
+def select_of_states(name: str, impl: str | None, *args: Any) -> kernels_pallas.Selection:
+    """Returns the implementation of a kernel that updates states. args: its first product, the taps of that
+    product and the state.
+    """
+    if abstract_mesh_of(args[1]):
+        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
     support = kernels_pallas.support
-    args = q, layer["conv_q"], _kernel_state(cache)
     backend = support.backend_of(name, impl or kernels_pallas.dispatch.device_impl().impl)
     if reason := support.unsupported_reason(name, backend, args):
         return kernels_pallas.Selection("xla", reason)

@@ -16,8 +16,8 @@ from ...kernels_pallas.reference_mamba import MambaState, MambaToken, MambaWeigh
 from ...mixers.recurrent import Recurrent
 from ...ops.forms import with_plain_derivative
 from ...ops.operation import Call
-from ...sharding import abstract_mesh_of
 from ...weights.params import Params
+from .delta_kernels import select_of_states
 
 _OTHERS = ("A_log", "dt_bias", "D")
 
@@ -44,14 +44,7 @@ def select_mamba(
     named implementation is a name for attention: layers that it does not serve stay with XLA under every
     name.
     """
-    if abstract_mesh_of(layer["conv_x"]):
-        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
-    support = kernels_pallas.support
-    args = x, layer["conv_x"], _kernel_state(cache)
-    backend = support.backend_of(name, impl or kernels_pallas.dispatch.device_impl().impl)
-    if reason := support.unsupported_reason(name, backend, args):
-        return kernels_pallas.Selection("xla", reason)
-    return kernels_pallas.select(name, impl, *args)
+    return select_of_states(name, impl, x, layer["conv_x"], _kernel_state(cache))
 
 
 def _kernel_state(cache: Recurrent) -> MambaState:
